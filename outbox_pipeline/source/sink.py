@@ -75,7 +75,7 @@ class _Writing:
     @without_stack_trace()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Register the rows of a partition in their order. Spark calls this on an executor."""
-        rows = complete(self._names, self._topic, self._key, iterator)
+        rows = complete(self._names, self._topic, self._key, iterator)  # OUT-SPARK-3: with IDs
         with ExitStack() as files:
             file = None
             # Whether a task is new is only counted by the job.

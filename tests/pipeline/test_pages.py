@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pyarrow.parquet
+import pyspark
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner import Client
@@ -90,6 +91,7 @@ def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.Captu
     assert (here / "checkpoint" / "commits").exists()
 
 
+@pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
 def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
     lines = [{"customer": f"c-{n}", "month": "2026-12", "data": {"cents": n}} for n in (3, 4)]
     (here / "invoices.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PySparkException
@@ -100,9 +101,10 @@ def test_an_error_of_the_driver_is_one_sentence(spark: SparkSession, target: Dat
     assert "Traceback" not in str(raised.value)
 
 
+@pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
 def test_a_repeated_micro_batch_registers_nothing_twice(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
+):  # OUT-SPARK-3
     """The checkpoint is as a kill between the write and the commit leaves it."""
     for name in ("in", "checkpoint"):
         (tmp_path / name).mkdir()

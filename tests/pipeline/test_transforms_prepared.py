@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any
 from uuid import UUID, uuid5
 
+import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.testing import assertDataFrameEqual
@@ -20,9 +21,9 @@ from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.register.ids import derived, task_id
 from outbox_pipeline.jobs.register.json_objects import CONVERT
-from outbox_pipeline.jobs.register.rows import COLUMNS
+from outbox_pipeline.jobs.register.rows import COLUMNS, complete
 from outbox_pipeline.jobs.register.transforms import prepared
-from tests.support.pipeline import FakeTable, row, rows
+from tests.support.pipeline import ROWS, FakeTable, row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 LATER = datetime(2026, 11, 21, 14, 0, 0, 1, UTC)
@@ -115,7 +116,7 @@ def drawn(random: random.Random) -> Iterator[dict[str, str]]:
         yield {name: random.choice([*FORMS[name]]) for name in names}
 
 
-def test_a_row_registers_exactly_what_register_would_or_has_the_reason(spark: SparkSession):
+def test_a_row_registers_exactly_what_register_would_or_has_the_reason() -> None:
     """Texts and typed values alike.
 
     Only the whole line of a row that cannot be parsed is kept, so that no incomplete row is registered. The reason
@@ -124,21 +125,22 @@ def test_a_row_registers_exactly_what_register_would_or_has_the_reason(spark: Sp
     given = [{"task_id": f"{n:03}"} | each for n, each in enumerate(drawn(random.Random(1)))]
     given = [each if {"data", "data_base64"} & each.keys() else each | {"data": "d"} for each in given]
     given = [each for each in given if not {"data", "data_base64"} <= each.keys()]
-    made = prepared(texts(spark, given, *COLUMNS), topic="usual")
+    texts = pa.RecordBatch.from_pylist(given, pa.schema([(name, pa.string()) for name in COLUMNS]))
+    [made] = complete(COLUMNS, "usual", (), iter([texts]))
     valid = []
-    for source, found in zip(given, made.collect(), strict=True):
+    for source, found in zip(given, made, strict=True):
         wrong = [name for name, value in source.items() if name != "task_id" and value not in FORMS[name]]
         wrong = [name for name in wrong if (name, source[name]) != ("data", "d")]
         if wrong:
-            assert found.reason == f"{wrong[0]} {source[wrong[0]][:100]} is not {UNREADABLE[wrong[0]][1]}"
-            assert json.loads(found.line) == source
-            assert {value for column, value in found.asDict().items() if column not in ("line", "reason")} == {None}
+            assert found["reason"] == f"{wrong[0]} {source[wrong[0]][:100]} is not {UNREADABLE[wrong[0]][1]}"
+            assert json.loads(found["line"]) == source
+            assert {value for column, value in found.items() if column not in ("line", "reason")} == {None}
         else:
             values = {name: FORMS[name].get(text, b"d") for name, text in source.items() if name != "task_id"}
             values["data"] = values.pop("data_base64", None) or values["data"]
             valid.append(row(**{"topic": "usual", "task_id": source["task_id"]} | values))
-    for parsed in (made.where("reason IS NULL"), prepared(rows(spark, valid))):
-        assertDataFrameEqual(parsed, frame(spark, valid))
+    [typed] = complete(ROWS.fieldNames(), "", (), iter([pa.RecordBatch.from_pylist(valid, schemas.arrow(ROWS))]))
+    assert [each for each in made if each["reason"] is None] == typed == valid
     for each in valid:
         table = FakeTable()
         writer = Writer(table, table.now())
@@ -306,16 +308,16 @@ def test_similar_keys_have_different_ids():
 
 def test_the_id_of_a_row_derives_from_its_key(spark: SparkSession):
     given = spark.sql(
-        "SELECT 'x' AS data, topic, `a.b`, `c``d`, _topic, whole, day, yes FROM VALUES "
-        "('orders', 'é', 'q', 't', 7, DATE'2026-11-21', true), "
-        "(NULL, '', '\\n', 'u', -7L, DATE'0001-01-01', false) "
-        "AS t(topic, `a.b`, `c``d`, _topic, whole, day, yes)"
+        "SELECT 'x' AS data, topic, `a.b`, `c``d`, _topic, whole, day, yes, cents FROM VALUES "
+        "('orders', 'é', 'q', 't', 7, DATE'2026-11-21', true, 1.50BD), "
+        "(NULL, '', '\\n', 'u', -7L, DATE'0001-01-01', false, 0.0000001BD) "
+        "AS t(topic, `a.b`, `c``d`, _topic, whole, day, yes, cents)"
     )
-    key = ["a.b", "c`d", "_topic", "whole", "day", "yes"]
+    key = ["a.b", "c`d", "_topic", "whole", "day", "yes", "cents"]
     found = prepared(given, topic="usual", key=key).select("topic", "task_id").collect()
     assert {tuple(each) for each in found} == {
-        ("orders", task_id("orders", "é", "q", "t", "7", "2026-11-21", "true")),
-        ("usual", task_id("usual", "", "\n", "u", "-7", "0001-01-01", "false")),
+        ("orders", task_id("orders", "é", "q", "t", "7", "2026-11-21", "true", "1.5000000")),
+        ("usual", task_id("usual", "", "\n", "u", "-7", "0001-01-01", "false", "0.0000001")),
     }
 
 
