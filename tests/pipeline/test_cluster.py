@@ -94,13 +94,13 @@ query.trigger(availableNow=True).start().awaitTermination()
 """
 
 
-@pytest.mark.extended
+@pytest.mark.long("a repeated batch, without its kills, is in test_sink.py")
 @pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
 def test_each_row_of_a_killed_stream_is_one_task(
     spark_cluster: Cluster, database: Database, variables: dict[str, str], tmp_path: Path
 ):
     """An executor is killed within a batch, and the driver three times, so some batches are repeated."""
-    files, size = 6, 200
+    files, size = 4, 300
     (tmp_path / "stream.py").write_text(STREAM)
     (tmp_path / "in").mkdir()
     for number in range(files):
@@ -109,19 +109,19 @@ def test_each_row_of_a_killed_stream_is_one_task(
     given: dict[str, Any] = {"variables": variables, "conf": {"spark.cores.max": "1"}, "file": f"{tmp_path}/stream.py"}
 
     def reached(rows: int) -> None:
-        eventually(lambda: spanner.count(database, "TRUE") > rows, seconds=300, message=f"more than {rows} rows")
+        eventually(lambda: spanner.count(database, "TRUE") > rows, seconds=600, message=f"more than {rows} rows")
 
-    for rows in (100, 500, 900):
+    for rows in (50, 400, 700):
         with spark_cluster.started(str(tmp_path), **given) as driver:
             reached(rows)
-            if rows == 100:
+            if rows == 50:
                 os.kill(spark_cluster.executors()[0], signal.SIGKILL)
-                reached(300)
+                reached(200)
             kill_family(driver.pid)
             driver.wait(60)
         assert spanner.count(database, "TRUE") < files * size
     with spark_cluster.started(str(tmp_path), **given) as driver:
-        assert driver.wait(300) == 0, driver.stderr
+        assert driver.wait(600) == 0, driver.stderr
     stored = [base64.b64decode(each["Data"]) for each in rows_of(database).values()]
     assert sorted(int(RawPubsubMessage.FromString(each).data) for each in stored) == [*range(files * size)]
 
