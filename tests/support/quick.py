@@ -10,4 +10,5 @@ SPARK = frozenset({
     "test_purged_tasks_are_restored_from_the_archive",
     "test_the_table_can_be_read_as_a_dataframe",
     "test_available_now_reads_everything_after_an_unfinished_batch",
+    "test_a_repeated_micro_batch_registers_nothing_twice",
 })  # fmt: skip
