@@ -51,8 +51,8 @@ INPUT = optional(
 
 #: An archived task: the table's columns, when an operator cancelled it, or NULL if it was sent, and the day (UTC).
 ARCHIVED = t.StructType([*TABLE, *optional(CancelledAt=_TIME), *required(SentDate=t.DateType())])
-#: The partition columns of the archive, and all its columns. TopicFolder exists because not every topic is a valid
-#: folder name.
+#: The folders of the archive, and all columns that Spark reads. TopicFolder exists because not every topic is a valid
+#: folder name. It is not a column of the Delta table.
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
 STORED = t.StructType([*ARCHIVED, *required(TopicFolder=_TEXT)])
 

@@ -77,6 +77,16 @@ class Folder:
         return bool(self._matches())
 
     @spark_errors()
+    def sha256(self) -> str:
+        """Return the SHA-256 of the file, in hexadecimal digits."""
+        stream = self._system.open(self._path)
+        try:
+            jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - the same
+            return str(jvm.org.apache.commons.codec.digest.DigestUtils.sha256Hex(stream))
+        finally:
+            stream.close()
+
+    @spark_errors()
     def read(self, name: str) -> str | None:
         """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
         file = self / name
@@ -84,7 +94,7 @@ class Folder:
             return None
         stream = self._system.open(file._path)  # noqa: SLF001 - an object of this class
         try:
-            jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
+            jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - the same
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
         finally:
             stream.close()

@@ -20,7 +20,7 @@ _FILES = contextlib.ExitStack()
 atexit.register(_FILES.close)
 _LOGGING = _FILES.enter_context(as_file(files("outbox_pipeline.spark") / "log4j2.properties"))
 #: The packages of the extra that a cluster with its own Spark may lack.
-_PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro")
+_PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro", "deltalake")
 _HOW_TO_GET_THEM = install("spark")
 
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.

@@ -19,7 +19,7 @@ from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.replay import job as replay
-from tests.support.archives import DAY, remove, rewrite, sent, settings_of
+from tests.support.archives import DAY, edit, remove, sent, settings_of, windows_of
 from tests.support.fakes import serialized
 from tests.support.operations import insert, rows_of
 from tests.support.pipeline import options, replay_settings, write_lines
@@ -86,13 +86,12 @@ def test_it_is_purged_or_one_sentence_says_why_not(
 ):
     """This version cannot prove a column that it does not know, so it deletes nothing."""
     archive_of(spark, target, tmp_path, purge=False)
-    [file] = tmp_path.glob("*/_manifest.json")
-    manifest = file.read_text(encoding="utf-8")
+    [window] = windows_of(tmp_path)
     change(tmp_path, later)
-    rewrite(file, json.dumps(json.loads(manifest) | {"checksum": "7"}))
+    edit(window, checksum="7")
     with pytest.raises(OutboxError, match=r"not purged.* If a later version of the package wrote them, upgrade this"):
         archive.run(spark, settings_of(target, tmp_path), purge=True)
     assert len(rows_of(database)) == 2
-    rewrite(file, manifest)
+    edit(window, checksum=window["checksum"])
     change(tmp_path, lambda files: files.drop_columns(["Added", "BlockedBy"]))
     assert archive.run(spark, settings_of(target, tmp_path), purge=True).deleted == 2

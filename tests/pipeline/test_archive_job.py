@@ -27,22 +27,25 @@ from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import purge_chunk, run
-from outbox_pipeline.jobs.archive.windows import Archive, Manifest, checksum_columns, floor
+from outbox_pipeline.jobs.archive.log import Log, Window
+from outbox_pipeline.jobs.archive.windows import Archive, checksum_columns, floor
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import (
     DAY,
     MICROSECOND,
     NEXT_DAY,
     archived,
+    commits,
     data_folders,
+    edit,
     first_try_fails,
     ids,
-    manifests,
     purges,
     rewrite,
     sent,
     settings_of,
     window_folders,
+    windows_of,
 )  # fmt: skip
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, Watch, delete, insert, insert_cancelled, row, rows_of, update
@@ -97,7 +100,7 @@ def test_archived_rows_equal_the_table_in_every_column(
             archive = tmp_path / zone
             done = run(spark, settings_of(target, archive, since=shown(DAY + HOUR * 7)), late=True)
             assert (done.windows, done.written) == (1, len(odd) + len(messages) + 2)
-            assert [(each["rows"], each["checksum"]) for each in manifests(archive)] == [checksum], zone
+            assert [(each["rows"], each["checksum"]) for each in windows_of(archive)] == [checksum], zone
         found = read_archive(spark, str(archive)).cache()
     finally:
         spark.conf.set("spark.sql.session.timeZone", "UTC")
@@ -133,8 +136,8 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(
     done = run(spark, settings_of(target, tmp_path), late=True)
     assert all(note.exists() for note in failed)
     assert (done.windows, done.written) == (1, number)
-    [manifest] = manifests(tmp_path)
-    assert manifest["rows"] == number
+    [window] = windows_of(tmp_path)
+    assert window["rows"] == number
     assert archived(spark, tmp_path) == [(each["Id"], each["SentAt"]) for each in tasks]
     topics = read_archive(spark, str(tmp_path)).groupBy("Topic").count().collect()
     assert dict(topics) == {"orders": 990} | {f"rare-{each}": 2 for each in range(5)}
@@ -173,7 +176,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
     assert (second.windows, second.written, second.until) == (3, 2, DAY + HOUR * 12)
     assert (second.purged_windows, second.deleted, second.resent, second.missing) == (4, 3, 2, 1)
     bounds = [DAY + HOUR * hours for hours in (3, 4, 6, 9, 12)]
-    assert [(each["since"], each["until"], each["rows"]) for each in manifests(tmp_path)] == [
+    assert [(each["since"], each["until"], each["rows"]) for each in windows_of(tmp_path)] == [
         (shown(since), shown(until), rows)
         for since, until, rows in zip(bounds[:-1], bounds[1:], (4, 1, 1, 0), strict=True)
     ]
@@ -251,7 +254,7 @@ def test_a_window_is_read_as_of_one_minute_after_its_end(
     done = run(spark, settings, purge=True)
     assert (done.windows, done.written, done.until) == (1, 4, until)
     assert archived(spark, tmp_path) == ids(("again", "gone", "reset", "same"), sent_at)
-    assert [each["read_timestamp"] for each in manifests(tmp_path)] == [shown(until + MINUTE)]
+    assert [each["read_timestamp"] for each in windows_of(tmp_path)] == [shown(until + MINUTE)]
     assert (done.deleted, done.resent, done.missing) == (1, 2, 1)
     assert sorted(rows_of(database)) == ["again", "reset", "too late"]
 
@@ -281,9 +284,8 @@ def test_an_archive_that_cannot_run_says_what_to_do(
     assert "Pass --read-late to read the window as of now" in sentence
     assert list(tmp_path.iterdir()) == []
 
-    manifest = Manifest("projects/p/instances/i/databases/other", DAY, NEXT_DAY, NEXT_DAY, 0, None, "run=1", NEXT_DAY)
-    archive = Archive(spark, str(tmp_path))
-    archive.finish(archive.folder_of(DAY, NEXT_DAY), manifest)
+    other = Window("projects/p/instances/i/databases/other", DAY, NEXT_DAY, NEXT_DAY, 0, None, "", {}, NEXT_DAY)
+    assert Log(str(tmp_path)).append(other, [])
     with pytest.raises(
         OutboxError, match=r"is the archive of projects/p/instances/i/databases/other, not of projects/"
     ):
@@ -309,59 +311,59 @@ def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_wind
     """The next run writes the window again and deletes the unfinished files, even if a third run finishes first."""
     insert(database, [sent("a", DAY), sent("b", DAY)])
     settings = settings_of(target, tmp_path)
-    # The job writes the manifest after it has read the files back.
+    # The job commits after it has read the files back.
     with monkeypatch.context() as patch:
-        read = Archive.read
-        patch.setattr(Archive, "read", lambda self, windows: read(self, windows).where("Id = 'a'"))
-        with pytest.raises(OutboxError, match=r"contains tasks with checksum .*, but its manifest has"):
+        read = Archive._tasks
+        patch.setattr(Archive, "_tasks", lambda self, windows: read(self, windows).where("Id = 'a'"))
+        with pytest.raises(OutboxError, match=r"contains 1 tasks, but its window has 2\. Restore its files"):
             run(spark, settings, late=True, purge=True)
     left = len(data_folders(tmp_path))
-    finish = Archive.finish
+    append = Log.append
 
     def killed(*_arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Archive, "finish", killed)
+    monkeypatch.setattr(Log, "append", killed)
     with pytest.raises(KeyboardInterrupt):
         run(spark, settings, late=True, purge=True)
     assert len(data_folders(tmp_path)) == left + 1
     assert archived(spark, tmp_path) == []
     assert len(rows_of(database)) == 2
 
-    def overtaken(*arguments: Any) -> None:
+    def overtaken(*arguments: Any) -> bool:
         assert len(data_folders(tmp_path)) == left + 2
-        monkeypatch.setattr(Archive, "finish", finish)
+        monkeypatch.setattr(Log, "append", append)
         assert run(spark, settings, late=True).windows == 1
-        finish(*arguments)
+        return append(*arguments)
 
-    monkeypatch.setattr(Archive, "finish", overtaken)
+    monkeypatch.setattr(Log, "append", overtaken)
     with pytest.raises(OutboxError, match=r"Another run finished .* first"):
         run(spark, settings, late=True, purge=True)
     assert archived(spark, tmp_path) == ids("ab", DAY)
-    [manifest] = manifests(tmp_path)
-    assert [each.name for each in data_folders(tmp_path)] == [manifest["data"]]
+    [window] = windows_of(tmp_path)
+    assert data_folders(tmp_path) == [tmp_path / window["data"]]
     assert len(rows_of(database)) == 2
 
 
-def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
+def test_a_purge_deletes_only_tasks_whose_files_match_the_log(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
     """It continues after a window whose files do not match or cannot be read."""
     insert(database, [sent("a", DAY), sent("b", DAY, Topic="users"), sent("c", NEXT_DAY)])
     settings = settings_of(target, tmp_path, until=shown(NEXT_DAY + HOUR * 24))
     assert run(spark, settings, late=True).windows == 2
-    first, second = window_folders(tmp_path)
+    first, _ = window_folders(tmp_path)
 
     def refused(sentence: str) -> None:
         with pytest.raises(OutboxError, match=sentence) as raised:
             run(spark, settings, purge=True)
         assert first.name in str(raised.value)
         assert [each is None for each in purges(tmp_path)] == [True, False]
-        assert not (first / "_purging.json").exists()
+        assert [each["purging"] for each in commits(tmp_path) if "purging" in each] == [shown(NEXT_DAY)]
         assert rows_of(database).keys() == {"a", "b"}
 
     one, other = sorted(first.rglob("*.parquet"))
-    counted = "contains {} tasks, but its manifest has 2. Restore its files. Their tasks were not"
+    counted = "contains {} tasks, but its window has 2. Restore its files. Their tasks were not"
     content = other.read_bytes()
     for damaged in (content[:-20], content[:30] + bytes([content[30] ^ 255]) + content[31:]):
         other.write_bytes(damaged)
@@ -374,11 +376,10 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
     more = one.with_name("more.parquet")
     shutil.copy(one, more)
     refused(counted.format(3))
-    assert (second / "_purging.json").exists()
     # The number of rows is right, but the rows are not.
     kept = tmp_path / "kept"
     other.rename(kept)
-    refused(r"contains tasks with checksum -?\d+, but its manifest has -?\d+. Their tasks were not")
+    refused(r"contains tasks with checksum -?\d+, but its window has -?\d+. Restore its files. Their tasks were not")
     more.unlink()
     refused(counted.format(1))
     rewrite(other, "PAR1 is how a file begins, and how it ends is PAR1")
@@ -387,11 +388,11 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
     refused("is not a Parquet file.* Their tasks were not purged")
     kept.replace(other)
 
-    manifest = json.loads((first / "_manifest.json").read_text())
+    [window, _] = windows_of(tmp_path)
     for wrong in ({"rows": 3}, {"rows": 0}, {"checksum": None}):
-        rewrite(first / "_manifest.json", json.dumps(manifest | wrong))
+        edit(window, **(right := {name: window[name] for name in ("rows", "checksum")}) | wrong)
         refused("Their tasks were not purged")
-    rewrite(first / "_manifest.json", json.dumps(manifest))
+    edit(window, **right)
     assert run(spark, settings, purge=True).deleted == 2
 
 
@@ -407,7 +408,7 @@ def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Dat
 def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Half of the tasks are deleted, as after a kill, without _purged.json. The next run deletes the rest."""
+    """Half of the tasks are deleted, as after a kill. The next run deletes the rest."""
     tasks = [sent(f"{number:03d}", DAY + MICROSECOND * number) for number in range(300)]
     everything = [(each["Id"], each["SentAt"]) for each in tasks]
     left = [row("waits"), row("dead", AvailableAt=NEVER), sent("next", NEXT_DAY + timedelta(hours=1))]

@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import pyarrow.dataset
+import deltalake
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
 from tests.support import spanner
-from tests.support.archives import DAY, NEXT_DAY, manifests, purges, sent
+from tests.support.archives import DAY, NEXT_DAY, purges, sent, windows_of
 from tests.support.cluster import Cluster
 from tests.support.operations import COLUMNS, insert, limit, rows_of, update
 from tests.support.pipeline import keyed_rows, write_lines
@@ -149,12 +149,11 @@ class Archive(Job):
         self.command = ("archive", "--archive", str(self.folder), *flags, *self.purge)
 
     def has_begun(self, _log: str) -> bool:
-        # About a manifest that is not complete, the next run says what to do.
-        return [file.read_text()[-2:] for file in self.folder.glob("window=*/_manifest.json")] == ["}\n"]
+        return len(windows_of(self.folder)) == 1
 
     def audit(self, _summary: dict[str, Any]) -> None:
         assert archived_rows(self.folder) == self.rows
-        assert len([*self.folder.glob("window=*/run=*")]) == len(manifests(self.folder)) == WINDOWS
+        assert len([*self.folder.glob("window=*/run=*")]) == len(windows_of(self.folder)) == WINDOWS
         assert self.shop.count() == ROWS
 
 
@@ -215,9 +214,7 @@ def archivable_rows(database: Database) -> dict[str, dict[str, Any]]:
 
 def archived_rows(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the archive as docs/pipeline/archive.md says."""
-    windows = [file.parent / json.loads(file.read_text())["data"] for file in folder.glob("window=*/_manifest.json")]
-    files = [str(file) for window in windows for file in window.rglob("*.parquet")]
-    rows = pyarrow.dataset.dataset(files).to_table().to_pylist()
+    rows = deltalake.DeltaTable(folder).to_pyarrow_table().to_pylist()
     assert len({each["Id"] for each in rows}) == len(rows), "each task once"
     return {each["Id"]: {name: each[name] for name in COLUMNS} for each in rows}
 

@@ -26,7 +26,7 @@ from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
 from outbox_pipeline.jobs.replay.job import REPLAY_ROWS, Replayed, replay_chunk, run
 from outbox_pipeline.spanner import Table, open_table
-from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
+from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, edit, sent, settings_of, windows_of
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, opened, row, rows_of, update
 from tests.support.pipeline import meddle, noted, replay_rows_and_fail, replay_settings
@@ -350,9 +350,8 @@ def test_an_invalid_replay_is_refused_before_its_record_is_written(
             run(spark, replay_settings(target, archive=str(tmp_path / "no"), where="true"), dry_run=dry_run)
     assert query(database, "SELECT COUNT(*) FROM AsynchronousTaskOperations") == [[0]]
     archive.run(spark, settings_of(target, tmp_path), late=True)
-    [folder] = window_folders(tmp_path)
-    manifest = folder / "_manifest.json"
-    rewrite(manifest, manifest.read_text().replace(target.database, "another"))
+    [window] = windows_of(tmp_path)
+    edit(window, database=window["database"].replace(target.database, "another"))
     with pytest.raises(OutboxError, match=r"is the archive of .*another, not of "):
         run(spark, replay_settings(target, archive=str(tmp_path), where="true"), dry_run=True)
     assert noted(database) == []

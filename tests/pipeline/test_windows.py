@@ -1,11 +1,19 @@
-"""The windows of an archive: bounds, manifests and reads, without Spanner."""
+"""The windows of an archive: bounds, the log and reads, without Spanner."""
 
 import dataclasses
+import hashlib
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
+import deltalake
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,43 +22,38 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from outbox.base.times import shown
-from outbox.errors import OutboxError
+from outbox.devtools import child_process
+from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive.windows import (
-    Archive,
-    Manifest,
-    archivable,
-    bounds,
-    checksum_columns,
-    floor,
-    parsed,
-    rebalanced,
-)
+from outbox_pipeline.jobs.archive.log import Log, Window, windows
+from outbox_pipeline.jobs.archive.windows import Archive, archivable, bounds, checksum_columns, floor, rebalanced
 from tests.support.archives import (
     DAY,
     MICROSECOND,
     NEXT_DAY,
     Published,
     archived,
+    edit,
     ids,
     purges,
     rewrite,
     sent_of,
-    window_folders,
+    windows_of,
 )  # fmt: skip
 
 HOUR = timedelta(hours=1)
 TIMES = st.datetimes(datetime(1950, 1, 1), datetime(2150, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - given there
 LENGTHS = st.one_of(st.sampled_from([1.0, 900.0, 3_600.0, 86_400.0, 31 * 86_400.0]), st.floats(1, 31 * 86_400))
 
-MANIFEST = Manifest(
+WINDOW = Window(
     database="projects/p/instances/i/databases/d",
     since=DAY,
     until=NEXT_DAY,
     read_timestamp=NEXT_DAY + timedelta(minutes=1),
-    rows=2,
-    checksum="-12",
-    data="run=0123",
+    rows=0,
+    checksum=None,
+    data="",
+    files={},
     written_at=NEXT_DAY + HOUR,
 )
 
@@ -72,16 +75,23 @@ def write(spark: SparkSession, folder: Path, tasks: list[Published], *without: s
 
 def finish(
     spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Published], *without: str
-) -> None:
+) -> Window:
     archive = Archive(spark, str(to))
-    data = archive.new_run()
-    folder = archive.folder_of(since, until)
+    data = archive.new_folder(since, until)
+    window = dataclasses.replace(WINDOW, since=since, until=until, data=data)
     if tasks:
-        write(spark, Path(str(folder / data)), tasks, *without)
-    manifest = dataclasses.replace(
-        MANIFEST, since=since, until=until, rows=len(tasks), data=data, written_at=datetime.now(UTC)
-    )
-    archive.finish(folder, manifest)
+        write(spark, to / data, tasks, *without)
+        [(rows, checksum)] = (
+            spark.read.schema(schemas.STORED).parquet(str(to / data)).select(*checksum_columns()).collect()
+        )
+        window = dataclasses.replace(window, rows=rows, checksum=checksum)
+    return archive.finish(window)
+
+
+def in_delta(folder: Path) -> list[dict[str, Any]]:
+    """Return the tasks as another engine reads them."""
+    archive = deltalake.DeltaTable(folder).to_pyarrow_dataset()  # noqa: F841 - the query names it
+    return duckdb.sql("SELECT * FROM archive ORDER BY Id").to_arrow_table().to_pylist()
 
 
 def test_files_with_fewer_or_more_columns_are_readable(spark: SparkSession, tmp_path: Path):
@@ -93,20 +103,19 @@ def test_files_with_fewer_or_more_columns_are_readable(spark: SparkSession, tmp_
     [data] = tmp_path.glob("window=*/run=*")
     later = archivable(frame(spark, [("b", DAY)])).withColumn("Added", f.lit(1))
     later.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).mode("append").parquet(str(data))
-    file = data.parent / "_manifest.json"
-    rewrite(file, file.read_text().replace('"rows": 1', '"rows": 2'))
+    edit(windows_of(tmp_path)[0], rows=2)
     both = read_archive(spark, str(tmp_path))
     assert (both.columns, sent_of(both)) == (schemas.ARCHIVED.fieldNames(), [("a", DAY), ("b", DAY)])
-    # Spark's hash skips NULL, so the checksum of an old manifest still proves its files.
+    # Spark's hash skips NULL, so the checksum of an old window still proves its files.
     before = [each for each in tasks.columns if each not in ("BlockedBy", "TimesSent", "CancelledAt")]
     checksum = f.sum(f.xxhash64(*before).cast("decimal(20,0)")).cast("string")
     assert tasks.select(checksum_columns()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
 
 
 @given(TIMES, LENGTHS, st.floats(0, 20))
-def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, windows: float):
+def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, number: float):
     length = timedelta(seconds=seconds)
-    end = begin + length * windows
+    end = begin + length * number
     found = list(bounds(begin, end, seconds))
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     for since, until in found:
@@ -120,51 +129,123 @@ def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: f
     assert floor(end, length) <= last
 
 
-def test_an_invalid_manifest_is_an_error_with_its_path():
-    """For any kind of damage. A manifest of another version can have other fields and is not damaged."""
-    for text in ("", "{", "[]", "null", "{}", '{"since": 1}', MANIFEST.text().replace("rows", "lines"), "\udcff"):
-        with pytest.raises(OutboxError, match=r"^gs://shop/window=x/_manifest\.json is not a manifest: "):
-            parsed(text, "gs://shop/window=x")
+def test_an_invalid_commit_is_an_error_with_its_path(tmp_path: Path):
+    """For any kind of damage. A window of another version can have other fields and is not damaged."""
+    assert Log(str(tmp_path)).append(dataclasses.replace(WINDOW, data="window=x/run=0"), [])
+    [window] = windows_of(tmp_path)
+    file, whole = window["file"], window["file"].read_text()
+    for changes in ({"rows": None, "lines": 2}, {"until": 1}, {"until": "soon"}, {"until": None}):
+        edit(window, **changes)
+        with pytest.raises(OutboxError, match=rf"^{file} is not the commit of a window: .* Restore it"):
+            windows(str(tmp_path))
+        file.write_text(whole)
     for more in ({}, {"zone": "eu"}):
-        text = json.dumps({**json.loads(MANIFEST.text()), "version": 2, **more})
+        edit(window, format=2, **more)
+        with pytest.raises(OutboxError, match=rf"^{file} has format 2, but this package reads 1\. Upgrade"):
+            windows(str(tmp_path))
+        file.write_text(whole)
+    for text in ("", "{", "[]", "null", whole[: len(whole) // 2]):
+        file.write_text(text)
+        with pytest.raises(OutboxError, match=rf"{tmp_path}.*estore"):
+            windows(str(tmp_path))
+    file.unlink()
+    assert windows(str(tmp_path)) == []
+
+
+def test_the_log_proves_each_window_and_keeps_it(spark: SparkSession, tmp_path: Path):
+    """Also if another program makes a checkpoint, deletes expired commits, and deletes files that the log lacks."""
+    finished = finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY), ("b", DAY + HOUR)])
+    left = tmp_path / Archive.new_folder(DAY, NEXT_DAY)
+    write(spark, left, [("left", DAY)])
+    [window] = windows(str(tmp_path))
+    assert window == dataclasses.replace(finished, version=1)
+    assert window.files == {
+        str(file.relative_to(tmp_path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in (tmp_path / window.data).rglob("*.parquet")
+    }
+    commit = hashlib.sha256((tmp_path / window.commit).read_bytes()).hexdigest()
+    assert Log(str(tmp_path)).digest(window) == commit
+    table = deltalake.DeltaTable(tmp_path)
+    table.create_checkpoint()
+    table.cleanup_metadata()
+    assert table.vacuum(0, dry_run=False, enforce_retention_duration=False, full=True)
+    assert list(left.rglob("*.parquet")) == []
+    assert windows(str(tmp_path)) == [window]
+    assert archived(spark, tmp_path) == [("a", DAY), ("b", DAY + HOUR)]
+
+
+def test_other_engines_read_the_finished_windows(spark: SparkSession, tmp_path: Path):
+    """A task with every column, whatever the name of the folder and of the topic. A window can lack later columns."""
+    folder = tmp_path / "für alle"
+    with pytest.MonkeyPatch.context() as patch:
+        fields = [field for field in schemas.ARCHIVED if field.name != "BlockedBy"]
+        patch.setattr(schemas, "ARCHIVED", StructType(fields))
+        Log(str(folder))._create()
+    finish(spark, folder, DAY, DAY + HOUR, [("a", DAY)], "BlockedBy")
+    finish(spark, folder, DAY + HOUR, NEXT_DAY, [("b", NEXT_DAY - MICROSECOND)])
+    write(spark, folder / Archive.new_folder(NEXT_DAY, NEXT_DAY + HOUR), [("c", NEXT_DAY)])
+    rows = read_archive(spark, str(folder)).orderBy("Id").toArrow().to_pylist()
+    assert (in_delta(folder), [each["Id"] for each in rows]) == (rows, ["a", "b"])
+    table = deltalake.DeltaTable(folder).to_pyarrow_dataset()
+    for column, value in rows[1].items():
+        found = table.to_table(filter=pc.field(column) == pa.scalar(value, table.schema.field(column).type))
+        assert value is None or "b" in found.column("Id").to_pylist(), (
+            f"a filter of {column} skips the file of the task"
+        )
+
+
+def test_another_program_that_changes_the_table_is_noticed(spark: SparkSession, tmp_path: Path):
+    finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY)])
+    table = deltalake.DeltaTable(tmp_path)
+    with pytest.raises(deltalake.exceptions.DeltaError, match="append"):
+        table.delete()
+    deltalake.write_deltalake(table, table.to_pyarrow_table(), mode="append")
+    with pytest.raises(
+        OutboxError, match=r"Another program changed the Delta table .*\.parquet\. Only the archive job"
+    ):
+        read_archive(spark, str(tmp_path))
+
+
+def test_the_folder_of_an_archive_must_not_need_an_escape(spark: SparkSession, tmp_path: Path):
+    for name in ("a#b", "100%"):
         with pytest.raises(
-            OutboxError, match=r"^here/_manifest\.json has version 2, but this package reads 1\. Upgrade"
+            SettingError, match=rf"{name}: the folder of an archive must not contain {name.strip('0a1b')}"
         ):
-            parsed(text, "here")
+            read_archive(spark, str(tmp_path / name))
 
 
-def test_a_window_is_finished_when_its_manifest_exists(spark: SparkSession, tmp_path: Path):
-    """Readers ignore data folders that no manifest names, and finishing the window deletes them. Other files stay."""
+def test_a_window_is_finished_when_the_log_has_it(spark: SparkSession, tmp_path: Path):
+    """Readers ignore data folders that the log does not name, and finishing the window deletes them. Others stay."""
     archive = Archive(spark, str(tmp_path))
-    folder = archive.folder_of(DAY, NEXT_DAY)
-    assert folder.name == "window=20261020T000000Z_20261021T000000Z"
-    assert archive.folder_of(datetime.fromisoformat("2026-10-20T02:00:00+02:00"), NEXT_DAY).name == folder.name
-    assert len({archive.folder_of(DAY + MICROSECOND * number, NEXT_DAY).name for number in range(3)}) == 3
-    path = tmp_path / folder.name
+    name = archive.new_folder(DAY, NEXT_DAY).partition("/")[0]
+    assert name == "window=20261020T000000Z_20261021T000000Z"
+    assert archive.new_folder(datetime.fromisoformat("2026-10-20T02:00:00+02:00"), NEXT_DAY).startswith(f"{name}/run=")
+    assert len({archive.new_folder(DAY + MICROSECOND * n, NEXT_DAY).partition("/")[0] for n in range(3)}) == 3
+    path = tmp_path / name
     write(spark, path / "run=left", [("left", DAY)])
     (path / "notes").mkdir()
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "_manifest.json").write_text("of somebody else")
     assert archive.windows() == []
     assert archived(spark, tmp_path) == []
 
     tasks = ids("ab", DAY)
-    write(spark, path / "run=0123", tasks)
-    archive.finish(folder, MANIFEST)
+    finished = finish(spark, tmp_path, DAY, NEXT_DAY, tasks)
     assert archived(spark, tmp_path) == tasks
-    assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["notes", "run=0123"]
+    assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["notes", finished.data.partition("/")[2]]
+    with pytest.raises(OutboxError, match=rf"Another run finished the window of \S+{name}/\S+ first"):
+        finish(spark, tmp_path, DAY, NEXT_DAY, tasks)
+    assert archived(spark, tmp_path) == tasks
 
 
-def test_read_archive_selects_by_time_and_sorts_windows(spark: SparkSession, tmp_path: Path):
+def test_read_archive_selects_by_time(spark: SparkSession, tmp_path: Path):
     """`since` is inclusive and `until` exclusive, to the microsecond. Windows can be empty."""
     tasks = [(f"{number}", DAY + HOUR * (number + 0.5)) for number in range(4)]
     at = tasks[2][1]
-    # Written in another order than by time.
-    for hour in (2, 0, 3, 1):
+    for hour in range(4):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), tasks[hour : hour + 1] if hour != 1 else [])
     archive = Archive(spark, str(tmp_path))
-    windows = archive.windows()
-    assert [window.manifest.since for window in windows] == [DAY + HOUR * hour for hour in range(4)]
+    found = archive.windows()
+    assert [window.since for window in found] == [DAY + HOUR * hour for hour in range(4)]
 
     def read(**bounds: datetime) -> list[str]:
         return [id for id, _ in sent_of(read_archive(spark, str(tmp_path), **bounds))]
@@ -178,26 +259,13 @@ def test_read_archive_selects_by_time_and_sorts_windows(spark: SparkSession, tmp
     assert read(since=DAY + HOUR, until=DAY + HOUR * 2) == []
     assert read(since=DAY - HOUR, until=DAY) == []
     # Files of other windows may be missing.
-    for window in windows:
-        if window.manifest.rows and window.manifest.since != DAY + HOUR * 2:
-            folder = tmp_path / archive.folder_of(window.manifest.since, window.manifest.until).name
-            folder.joinpath(window.manifest.data).rename(folder / "elsewhere")
+    for window in found:
+        if window.rows and window.since != DAY + HOUR * 2:
+            (tmp_path / window.data).rename(tmp_path / f"elsewhere {window.version}")
     assert read(since=DAY + HOUR * 2, until=DAY + HOUR * 3) == ["2"]
 
 
-def test_a_damaged_manifest_fails_the_read_with_its_path(spark: SparkSession, tmp_path: Path):
-    finish(spark, tmp_path, DAY, NEXT_DAY, [])
-    [folder] = window_folders(tmp_path)
-    file = folder / "_manifest.json"
-    file.write_text(file.read_text().replace('"rows": 0', '"rows": 1'))
-    with pytest.raises(OutboxError, match=r"Checksum error: \S+/_manifest\.json .*is damaged"):
-        read_archive(spark, str(tmp_path))
-    rewrite(file, "{")
-    with pytest.raises(OutboxError, match=r"_manifest\.json is not a manifest"):
-        read_archive(spark, str(tmp_path))
-
-
-def test_a_window_with_fewer_tasks_than_its_manifest_fails_each_read(spark: SparkSession, tmp_path: Path):
+def test_a_window_with_fewer_tasks_than_the_log_says_fails_each_read(spark: SparkSession, tmp_path: Path):
     """Spark ignores a file that is gone, and one of 0 bytes."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY), ("b", DAY)])
     for files in ("", "rm"):
@@ -205,7 +273,7 @@ def test_a_window_with_fewer_tasks_than_its_manifest_fails_each_read(spark: Spar
             rewrite(file, "")
             if files:
                 file.unlink()
-        with pytest.raises(OutboxError, match=r"contains 0 tasks, but its manifest has 2\. Restore its files"):
+        with pytest.raises(OutboxError, match=r"contains 0 tasks, but its window has 2\. Restore its files"):
             read_archive(spark, str(tmp_path))
 
 
@@ -214,25 +282,80 @@ def test_overlapping_and_missing_windows_are_errors(spark: SparkSession, tmp_pat
     for hour in range(3):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), [])
     assert len(Archive(spark, str(tmp_path)).windows()) == 3
-    # Two jobs with windows of different lengths.
-    finish(spark, tmp_path, DAY + HOUR * 2.5, DAY + HOUR * 3, [])
-    with pytest.raises(OutboxError, match=r"window=20261020T02\w+ and \S+window=20261020T0230\w+ overlap"):
+    # Another job has windows of another length.
+    for since in (2.5, 4):
+        with pytest.raises(OutboxError, match="Another run finished the window"):
+            finish(spark, tmp_path, DAY + HOUR * since, DAY + HOUR * 5, [])
+    middle, last = windows_of(tmp_path)[1:]
+    edit(last, since=shown(DAY + HOUR * 1.5))
+    with pytest.raises(
+        OutboxError, match=r"0003\.json is a window from \S+T01:30\S+, but the one before .* at \S+T02:00"
+    ):
         read_archive(spark, str(tmp_path))
-    _, middle, _, last = window_folders(tmp_path)
-    (last / "_manifest.json").unlink()
-    (middle / "_manifest.json").unlink()
-    with pytest.raises(OutboxError, match=r"A window between \S+T01\w+ and \S+T02"):
-        Archive(spark, str(tmp_path)).windows()
+    middle["file"].unlink()
+    with pytest.raises(OutboxError, match=r"The Delta log of \S+ cannot be read.* gap"):
+        read_archive(spark, str(tmp_path))
 
 
-def test_the_files_of_a_purge_are_written_once(spark: SparkSession, tmp_path: Path):
-    finish(spark, tmp_path, DAY, NEXT_DAY, [])
-    [window] = Archive(spark, str(tmp_path)).windows()
-    assert not window.purged
-    window.note_purged({"deleted": 3, "resent": 2, "missing": 1}, NEXT_DAY)
-    window.note_purged({"deleted": 0, "resent": 0, "missing": 0}, NEXT_DAY + HOUR)
-    assert window.purged
-    assert purges(tmp_path) == [{"deleted": 3, "resent": 2, "missing": 1, "purged_at": shown(NEXT_DAY)}]
+def test_two_runs_commit_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The slower one commits on top of the version that it has checked."""
+    mine, other = (dataclasses.replace(WINDOW, data=f"window=x/run={n}") for n in range(2))
+    commit = Log._commit
+
+    def overtaken(*arguments: Any) -> None:
+        monkeypatch.setattr(Log, "_commit", commit)
+        assert Log(str(tmp_path)).append(other, [])
+        commit(*arguments)
+
+    monkeypatch.setattr(Log, "_commit", overtaken)
+    assert not Log(str(tmp_path)).append(mine, [])
+    assert [each.data for each in windows(str(tmp_path))] == [other.data]
+
+    def twice(*arguments: Any) -> None:
+        """Commit as if the answer of the object store was lost and the request repeated."""
+        commit(*arguments)
+        commit(*arguments)
+
+    monkeypatch.setattr(Log, "_commit", twice)
+    later = dataclasses.replace(mine, since=NEXT_DAY, until=NEXT_DAY + HOUR)
+    assert Log(str(tmp_path)).append(later, [])
+    assert len(windows(str(tmp_path))) == 2
+
+
+def test_of_several_runs_one_commits_a_window_to_cloud_storage(monkeypatch: pytest.MonkeyPatch):
+    """Its conditional requests decide. If an answer is lost, the repeated request finds the commit of its own run."""
+    command = [sys.executable, "-m", "tests.support.bucket", "{port}"]
+    with child_process.running("bucket", command) as bucket, ThreadPoolExecutor(4) as pool:
+        key = {"gcs_base_url": f"http://{bucket.host}", "disable_oauth": True}
+        key |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
+        url = "gs://shop/outbox/archive"
+        for hour in range(3):
+            window = dataclasses.replace(WINDOW, since=DAY + HOUR * hour, until=DAY + HOUR * (hour + 1))
+            logs = [Log(url) for _ in range(4)]
+            for log in logs:
+                log.windows()
+            runs = [dataclasses.replace(window, data=f"window={hour}/run={n}") for n in range(4)]
+            won = list(pool.map(lambda log, run: log.append(run, []), logs, runs))
+            assert won.count(True) == 1
+            found = windows(url)
+            assert (len(found), found[-1].data) == (hour + 1, runs[won.index(True)].data)
+
+
+def test_the_notes_of_a_purge_are_those_of_the_first(tmp_path: Path):
+    one, other = Log(str(tmp_path)), Log(str(tmp_path))
+    one.append(WINDOW, [])
+    [window] = one.windows()
+    other.windows()
+    assert (window.operation, window.purged) == (None, False)
+    assert [log.note_purging(window, id, NEXT_DAY) for log, id in ((one, "1"), (other, "2"))] == ["1", "1"]
+    one.note_purged(window, {"deleted": 3, "resent": 2, "missing": 1}, NEXT_DAY)
+    other.note_purged(window, {"deleted": 0, "resent": 0, "missing": 0}, NEXT_DAY + HOUR)
+    [window] = one.windows()
+    assert (window.operation, window.purged) == ("1", True)
+    [note] = purges(tmp_path)
+    assert note is not None
+    assert (note["deleted"], note["resent"], note["missing"], note["at"]) == (3, 2, 1, shown(NEXT_DAY))
 
 
 def test_the_checksum_differs_for_different_tasks(spark: SparkSession):

@@ -52,13 +52,31 @@ def data_folders(archive: Path) -> list[Path]:
     return sorted(archive.glob("window=*/run=*"))
 
 
-def manifests(archive: Path) -> list[dict[str, Any]]:
-    return [json.loads((folder / "_manifest.json").read_text()) for folder in window_folders(archive)]
+def commits(archive: Path) -> list[dict[str, Any]]:
+    """Return the details of each commit that has some, with the path of its file."""
+    found = []
+    for file in sorted(archive.glob("_delta_log/*.json")):
+        details = json.loads(file.read_text().splitlines()[0])["commitInfo"].get("outbox")
+        found += [details | {"file": file}] if details else []
+    return found
+
+
+def windows_of(archive: Path) -> list[dict[str, Any]]:
+    return [each for each in commits(archive) if "since" in each]
 
 
 def purges(archive: Path) -> list[dict[str, Any] | None]:
-    files = [folder / "_purged.json" for folder in window_folders(archive)]
-    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+    """Return the first note that the purge of a window ended, if there is one, for each window."""
+    notes = {each["purged"]: each for each in reversed(commits(archive)) if "purged" in each}
+    return [notes.get(each["since"]) for each in windows_of(archive)]
+
+
+def edit(window: dict[str, Any], **changes: Any) -> None:
+    """Change the details of a window in its commit."""
+    first, *others = window["file"].read_text().splitlines(keepends=True)
+    commit = json.loads(first)
+    commit["commitInfo"]["outbox"] |= changes
+    window["file"].write_text("".join([json.dumps(commit) + "\n", *others]))
 
 
 def rewrite(file: Path, text: str) -> None:

@@ -8,7 +8,8 @@ from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive.windows import Archive, Manifest, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive.log import Window
+from outbox_pipeline.jobs.archive.windows import Archive, archivable, checksum_columns, rebalanced
 
 TOPICS = 5
 MILLION = 1_000_000
@@ -57,12 +58,11 @@ def archive(engine: SparkSession, folder: Path, size: int, database: str) -> Non
     )
     files = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
-    window, data_folder = files.folder_of(since, until), files.new_run()
-    rebalanced(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(window / data_folder))
-    [(rows, checksum)] = (
-        engine.read.schema(schemas.STORED).parquet(str(window / data_folder)).select(*checksum_columns()).collect()
-    )
-    files.finish(window, Manifest(database, since, until, until, rows, checksum, data_folder, datetime.now(UTC)))
+    data_folder = files.new_folder(since, until)
+    rebalanced(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(files.path(data_folder))
+    stored = engine.read.schema(schemas.STORED).parquet(files.path(data_folder))
+    [(rows, checksum)] = stored.select(*checksum_columns()).collect()
+    files.finish(Window(database, since, until, until, rows, checksum, data_folder, {}, datetime.now(UTC)))
 
 
 def receive(engine: SparkSession, folder: Path, size: int) -> None:

@@ -22,10 +22,9 @@ from outbox.registration import TABLE
 from outbox.table.states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
+from outbox_pipeline.jobs.archive.log import Window
 from outbox_pipeline.jobs.archive.windows import (
     Archive,
-    ArchiveWindow,
-    Manifest,
     archivable,
     bounds,
     checksum_columns,
@@ -70,8 +69,8 @@ def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, 
         window = job.archive(since, until, late=late)
         windows.append(window)
         done.windows += 1
-        done.written += window.manifest.rows
-    done.until = windows[-1].manifest.until if windows else None
+        done.written += window.rows
+    done.until = windows[-1].until if windows else None
     if purge:
         job.purge_all([window for window in windows if not window.purged], done)
     done.seconds = time.monotonic() - begin
@@ -87,7 +86,7 @@ class _Job:
     files: Archive
     table: Table
 
-    def due(self, windows: list[ArchiveWindow]) -> list[tuple[datetime, datetime]]:
+    def due(self, windows: list[Window]) -> list[tuple[datetime, datetime]]:
         """Return the bounds of the windows to archive now."""
         now = self.table.now()
         end = resolved(self.settings.until, now)
@@ -99,7 +98,7 @@ class _Job:
             )
         length = timedelta(seconds=self.settings.window)
         if windows:
-            begin = windows[-1].manifest.until
+            begin = windows[-1].until
         else:
             since = self.settings.since
             first = resolved(since, now) if since else self.table.first_ended()
@@ -115,12 +114,11 @@ class _Job:
             _info(f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
         return due
 
-    def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchiveWindow:
-        """Write one window and its manifest."""
+    def archive(self, since: datetime, until: datetime, *, late: bool) -> Window:
+        """Write one window and commit it."""
         at = self._read_timestamp(since, until, late=late)
-        folder = self.files.folder_of(since, until)
-        run_folder = self.files.new_run()
-        observed = Observation(f"archive {run_folder}")
+        data = self.files.new_folder(since, until)
+        observed = Observation(f"archive {data}")
         wanted = RowFilter("sent", since=since, until=until)
         sent = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
         names = (*sent.columns, "CancelledAt")
@@ -128,29 +126,20 @@ class _Job:
         both = sent.unionByName(cancelled, allowMissingColumns=True)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(both)).observe(observed, *checksum_columns())
-        tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))
-        manifest = Manifest(
-            database=self.table.name,
-            since=since,
-            until=until,
-            read_timestamp=at,
-            data=run_folder,
-            written_at=self.table.now(),
-            **observed.get,
+        tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(self.files.path(data))
+        window = self.files.finish(
+            Window(self.table.name, since, until, at, data=data, files={}, written_at=self.table.now(), **observed.get)
         )
-        window = ArchiveWindow(folder, manifest)
-        self._prove(window)
-        self.files.finish(folder, manifest)
-        _info(f"archived {manifest.rows:,} tasks sent or cancelled from {shown(since)} to {shown(until)}")
+        _info(f"archived {window.rows:,} tasks sent or cancelled from {shown(since)} to {shown(until)}")
         return window
 
-    def purge_all(self, windows: list[ArchiveWindow], done: Archived) -> None:
+    def purge_all(self, windows: list[Window], done: Archived) -> None:
         """Delete the tasks of finished windows from the table. A damaged window does not stop the others."""
         damaged = []
         for window in windows:
             try:
                 with spark_errors():
-                    self._prove(window)
+                    self.files.prove(window)
             except OutboxError as error:
                 damaged.append(str(error))
             else:
@@ -161,36 +150,26 @@ class _Job:
                 "them. Restore the files. If a later version of the package wrote them, upgrade this one"
             )
 
-    def _prove(self, window: ArchiveWindow) -> None:
-        """Check that the files of a window match its manifest. Raises OutboxError."""
-        manifest = window.manifest
-        [(_, checksum)] = self.files.read([window]).select(*checksum_columns()).collect()
-        if checksum != manifest.checksum:
-            raise OutboxError(
-                f"{window.folder} contains tasks with checksum {checksum}, but its manifest has {manifest.checksum}"
-            )
-
-    def purge(self, window: ArchiveWindow, done: Archived) -> None:
+    def purge(self, window: Window, done: Archived) -> None:
         """Delete the sent tasks of a finished window from the table.
 
         Not the cancelled ones, which are unsent in the table if they were restored since.
         """
-        manifest = window.manifest
-        selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
+        selection = {"archive": self.files.path(window.data), "since": window.since, "until": window.until}
         # An interrupted purge is continued under its ID.
-        id = window.note_purging(operations.new_id(), self.table.now())
+        id = window.operation or self.files.log.note_purging(window, operations.new_id(), self.table.now())
         if operations.operation(self.table, id) is None:
             operations.begin(self.table, "purge", selection, OperationId=id, Tasks=0)
         sent = self.files.read([window]).where("SentAt IS NOT NULL")
         tasks = sent.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
         [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id)).collect()
         operations.end(self.table, id)
-        window.note_purged(row.asDict(), self.table.now())
+        self.files.log.note_purged(window, row.asDict(), self.table.now())
         done.purged_windows += 1
         done.deleted += row.deleted
         done.resent += row.resent
         done.missing += row.missing
-        _info(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
+        _info(f"purged {row.deleted:,} tasks sent from {shown(window.since)} to {shown(window.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
         """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""

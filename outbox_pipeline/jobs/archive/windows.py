@@ -1,102 +1,35 @@
-"""The files of the archive: one folder for each time window. A window is finished when its manifest exists.
+"""The files of the archive: one folder for each time window. A window is finished when the log has a commit of it.
 
-    ARCHIVE/window=20261120T000000Z_20261121T000000Z/
-        run=5f0c.../SentDate=2026-11-20/TopicFolder=orders/part-....parquet
-        _manifest.json    written last, once: the data folder, the number of its tasks, and their checksum
-        _purging.json     when the purge began: from then on, the files can be the only copy of the tasks
-        _purged.json      when the purge ended, and its counts
+    ARCHIVE/_delta_log/00000000000000000001.json
+    ARCHIVE/window=20261120T000000Z_20261121T000000Z/run=5f0c.../SentDate=2026-11-20/TopicFolder=orders/part-....parquet
 
-A run that ended early leaves a data folder that no manifest names, and readers ignore it. All folders are named like
-partitions whose names are not columns, because Spark reads several windows as one table only if the whole path consists
-of partitions.
+A run that ended early leaves a data folder that the log does not list, and readers ignore it. All folders are named
+like partitions whose names are not columns, because Spark reads several windows as one table only if the whole path
+consists of partitions.
 """
 
-import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import uuid4
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from outbox.base.times import shown
 from outbox.errors import OutboxError
 from outbox_pipeline import schemas
+from outbox_pipeline.jobs.archive.log import DataFile, Log, Window
 from outbox_pipeline.spark.files import Folder
+from outbox_pipeline.spark.spark_tasks import collected
 from outbox_pipeline.spark.stack_traces import spark_errors
 
-MANIFEST, PURGING, PURGED = "_manifest.json", "_purging.json", "_purged.json"
 _PREFIX, _RUN = "window=", "run="
-#: The version of the manifest's format.
-VERSION = 1
 _DAY = 86_400_000_000
-#: Topics that are used as folder names. A file system allows 255 bytes, and each / or % becomes three bytes.
-_SHORT = r"^[A-Za-z][A-Za-z0-9._~+%/-]{0,71}$"
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The manifest of a finished window: the tasks sent or cancelled from `since` on and before `until`."""
-
-    database: str
-    since: datetime
-    until: datetime
-    read_timestamp: datetime
-    rows: int
-    checksum: str | None
-    data: str
-    written_at: datetime
-    version: int = VERSION
-
-    def text(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(asdict(self), indent=1, default=shown) + "\n"
-
-
-def parsed(text: str, where: str) -> Manifest:
-    """Parse a manifest. Raises OutboxError."""
-    try:
-        values: dict[str, Any] = json.loads(text)
-        if values["version"] != VERSION:
-            raise OutboxError(
-                f"{where}/{MANIFEST} has version {values['version']}, but this package reads {VERSION}. "
-                "Upgrade the package"
-            )
-        times = ("since", "until", "read_timestamp", "written_at")
-        return Manifest(**{**values, **{name: datetime.fromisoformat(values[name]) for name in times}})
-    except (ValueError, TypeError, KeyError) as error:
-        raise OutboxError(
-            f"{where}/{MANIFEST} is not a manifest: {type(error).__name__}: {error}. A killed run can leave an "
-            f"incomplete one. If this is the last window and has no {PURGING}, delete its folder and run the job again"
-        ) from error
-
-
-@dataclass(frozen=True)
-class ArchiveWindow:
-    """A finished window."""
-
-    folder: Folder
-    manifest: Manifest
-
-    @property
-    def purged(self) -> bool:
-        """Tell whether its tasks were purged."""
-        return (self.folder / PURGED).exists()
-
-    def note_purging(self, operation: str, at: datetime) -> str:
-        """Write the file that says that its purge begins. Return the ID of the operation, or of the interrupted one."""
-        self.folder.create(PURGING, json.dumps({"since": shown(at), "operation": operation}) + "\n")
-        try:
-            return str(json.loads(self.folder.read(PURGING) or "")["operation"])
-        except (ValueError, TypeError, KeyError):  # a killed run can leave an incomplete file
-            return operation
-
-    def note_purged(self, counts: Mapping[str, int], at: datetime) -> None:
-        """Write the file that says that its purge ended, with the counts."""
-        self.folder.create(PURGED, json.dumps({**counts, "purged_at": shown(at)}, indent=1) + "\n")
+#: Topics that are used as folder names, without characters that a URL escapes.
+_PLAIN = r"^[A-Za-z][A-Za-z0-9_-]{0,71}$"
+#: Max files that the driver reads at once.
+_THREADS = 8
 
 
 class Archive:
@@ -105,86 +38,100 @@ class Archive:
     def __init__(self, spark: SparkSession, path: str) -> None:
         self._spark = spark
         self._folder = Folder(spark, path)
+        self.log = Log(self._folder.qualified().removeprefix("file:"))
 
-    def windows(self, database: str | None = None) -> list[ArchiveWindow]:
-        """Return the finished windows by time.
-
-        Raises OutboxError if a manifest is damaged, windows do not adjoin, or a window belongs to another database than
-        `database`.
-        """
-        found = [each for each in self._folder.folders() if each.name.startswith(_PREFIX)]
-        texts = ((folder, folder.read(MANIFEST)) for folder in found)
-        windows = [ArchiveWindow(folder, parsed(text, str(folder))) for folder, text in texts if text is not None]
-        windows.sort(key=lambda window: window.manifest.since)
-        for one, next in itertools.pairwise(windows):
-            if one.manifest.until > next.manifest.since:
-                raise OutboxError(
-                    f"{one.folder} and {next.folder} overlap, because two jobs with different windows archived to this "
-                    f"folder. Stop one job, and move away the shorter window, unless it has {PURGING}"
-                )
-            if one.manifest.until < next.manifest.since:
-                raise OutboxError(
-                    f"A window between {one.folder} and {next.folder} is missing, because its folder or manifest was "
-                    "removed. Restore it, or use another folder for new windows"
-                )
-        for window in windows:
-            if database not in (None, window.manifest.database):
-                raise OutboxError(
-                    f"{self._folder} is the archive of {window.manifest.database}, not of {database}. Use another "
-                    "folder"
-                )
-        return windows
+    def windows(self, database: str | None = None) -> list[Window]:
+        """Return the finished windows by time. Raises the errors of `Log.windows`."""
+        return self.log.windows(database)
 
     @staticmethod
-    def new_run() -> str:
-        """Return a unique name for the data folder of a run."""
-        return f"{_RUN}{uuid4().hex[:12]}"
+    def new_folder(since: datetime, until: datetime) -> str:
+        """Return a new data folder of a window, which has a unique name."""
+        return f"{_PREFIX}{_compact(since)}_{_compact(until)}/{_RUN}{uuid4().hex[:12]}"
 
-    def folder_of(self, since: datetime, until: datetime) -> Folder:
-        """Return the folder of a window."""
-        return self._folder / f"{_PREFIX}{_compact(since)}_{_compact(until)}"
+    def path(self, data: str) -> str:
+        """Return the path of a data folder."""
+        return str(self._folder / data)
 
-    def finish(self, folder: Folder, manifest: Manifest) -> None:
-        """Write the manifest, which finishes the window. Raises OutboxError if another run finished it first."""
-        # An existing manifest can be ours, because an object store can execute a retried request twice.
-        if not folder.create(MANIFEST, manifest.text()) and folder.read(MANIFEST) != manifest.text():
-            (folder / manifest.data).delete()
-            raise OutboxError(f"Another run finished {folder} first. Run only one archive job for each folder")
-        for other in folder.folders():
-            if other.name.startswith(_RUN) and other.name != manifest.data:
+    def files_of(self, window: Window) -> list[DataFile]:
+        """Read the files of a window back. Raises OutboxError if they do not have the tasks of the window."""
+        if not window.rows:
+            return []
+        of_files = self._tasks([window]).groupBy(
+            f.regexp_extract("_metadata.file_path", f".*/({_PREFIX}.+)", 1).alias("path"),
+            f.col("_metadata.file_size").alias("size"),
+            f.col("_metadata.file_modification_time").alias("modified_at"),
+            f.col("SentDate").cast("string").alias("sent_date"),
+        )
+        found = collected(of_files.agg(*checksum_columns()))
+        rows, checksum = (sum(int(each[name]) for each in found) for name in ("rows", "checksum"))
+        self._check(window, rows, str(checksum))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = list(pool.map(lambda each: (self._folder / each["path"]).sha256(), found))
+        return [DataFile(**each, sha256=digest) for each, digest in zip(found, digests, strict=True)]
+
+    def prove(self, window: Window) -> None:
+        """Check that the files of a window have its tasks. Raises OutboxError."""
+        [found] = collected(self.read([window]).select(*checksum_columns()))
+        self._check(window, **found)
+
+    def _check(self, window: Window, rows: int, checksum: str | None) -> None:
+        where = self.path(window.data)
+        if rows != window.rows:
+            raise OutboxError(f"{where} contains {rows:,} tasks, but its window has {window.rows:,}. Restore its files")
+        if checksum != window.checksum:
+            raise OutboxError(
+                f"{where} contains tasks with checksum {checksum}, but its window has {window.checksum}. Restore its "
+                "files"
+            )
+
+    def finish(self, window: Window) -> Window:
+        """Commit a window after reading its files back. Return it with its files.
+
+        Raises OutboxError if the files do not have its tasks, or if another run finished it first.
+        """
+        files = self.files_of(window)
+        window = replace(window, files={each.path: each.sha256 for each in files})
+        if not self.log.append(window, files):
+            (self._folder / window.data).delete()
+            raise OutboxError(
+                f"Another run finished the window of {self.path(window.data)} first. Run only one archive job for each "
+                "folder"
+            )
+        folder, _, run = window.data.partition("/")
+        for other in (self._folder / folder).folders():
+            if other.name.startswith(_RUN) and other.name != run:
                 other.delete()
+        return window
 
     @spark_errors()
     def read(
-        self, windows: Iterable[ArchiveWindow], since: datetime | None = None, until: datetime | None = None
+        self, windows: Iterable[Window], since: datetime | None = None, until: datetime | None = None
     ) -> DataFrame:
         """Return the tasks of the windows that may have some between these times, with `schemas.ARCHIVED`.
 
-        Raises OutboxError if a window does not have the number of tasks in its manifest. Spark ignores a missing file,
-        and one of 0 bytes.
+        Raises OutboxError if a window does not have its number of tasks. Spark ignores a missing file, and one of 0
+        bytes.
         """
         wanted = {
-            each.folder.name.removeprefix(_PREFIX): each
+            each.data: each
             for each in windows
-            if each.manifest.rows
-            and (since is None or each.manifest.until > since)
-            and (until is None or each.manifest.since < until)
+            if each.rows and (since is None or each.until > since) and (until is None or each.since < until)
         }
         if not wanted:
             return self._spark.createDataFrame([], schemas.ARCHIVED)
-        paths = [str(each.folder / each.manifest.data) for each in wanted.values()]
-        # Without a schema, Spark would infer a number from a topic folder such as 2026.
-        tasks = self._spark.read.schema(schemas.STORED).option("basePath", str(self._folder)).parquet(*paths)
+        tasks = self._tasks(wanted.values())
         # Reads only the ends of the files. Without any, Spark knows no columns of folders.
-        name_of = f.regexp_extract("_metadata.file_path", f".*/{_PREFIX}(.+)/{_RUN}", 1)
+        name_of = f.regexp_extract("_metadata.file_path", f".*/({_PREFIX}.+?/{_RUN}[^/]+)/", 1)
         rows: dict[str, int] = dict(tasks.groupBy(name_of).count().collect())
         for name, window in wanted.items():
-            if (found := rows.get(name, 0)) != window.manifest.rows:
-                raise OutboxError(
-                    f"{window.folder} contains {found:,} tasks, but its manifest has {window.manifest.rows:,}. Restore "
-                    "its files"
-                )
+            self._check(window, rows.get(name, 0), window.checksum)
         return tasks.select(*schemas.ARCHIVED.fieldNames())
+
+    def _tasks(self, windows: Iterable[Window]) -> DataFrame:
+        # Without a schema, Spark would infer a number from a topic folder such as 2026.
+        reader = self._spark.read.schema(schemas.STORED).option("basePath", str(self._folder))
+        return reader.parquet(*(self.path(each.data) for each in windows))
 
 
 def read_archive(
@@ -193,8 +140,8 @@ def read_archive(
     """Return the archived tasks that were sent, or cancelled by operators, from `since` on and before `until`.
 
     Each (Id, SentAt, CancelledAt) occurs once. A sent task has no CancelledAt, and a cancelled task has no SentAt.
-    Only finished windows are read. The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if a manifest
-    is damaged, a window is missing, or a window does not have the number of tasks in its manifest.
+    Only finished windows are read. The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if the log is
+    damaged, or a window does not have its number of tasks.
     """
     archive = Archive(spark, path)
     tasks = archive.read(archive.windows(), since, until)
@@ -213,8 +160,8 @@ def archivable(tasks: DataFrame) -> DataFrame:
     micros = f.unix_micros(_ended())
     days = ((micros - f.pmod(micros, f.lit(_DAY))) / _DAY).cast("int")
     plain = f.substring(f.regexp_replace("Topic", "[^A-Za-z0-9]", "-"), 1, 48)
-    folder = f.when(f.col("Topic").rlike(_SHORT), f.col("Topic")).otherwise(
-        f.concat(f.lit("~"), plain, f.lit("~"), f.hex(f.xxhash64("Topic")))
+    folder = f.when(f.col("Topic").rlike(_PLAIN), f.col("Topic")).otherwise(
+        f.concat(plain, f.lit("-"), f.hex(f.xxhash64("Topic")))
     )
     stored = tasks.withColumns({"SentDate": f.date_from_unix_date(days), "TopicFolder": folder})
     return stored.select(*schemas.STORED.fieldNames())
