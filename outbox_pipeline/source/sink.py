@@ -30,9 +30,10 @@ try:
 except ImportError:  # Spark before 4.1 passes rows, whose times depend on the time zone of the executor
 
     class DataSourceStreamArrowWriter:  # type: ignore[no-redef]  # replaces the import
-        """An empty base class."""
+        """The base class of a writer that cannot be created."""
 
-        def __init__(self, *_: object) -> None:
+        def __new__(cls, *_: object) -> Any:
+            """Raise SettingError."""
             raise SettingError(
                 "writeStream to the outbox needs Spark 4.1. Call outbox_pipeline.register in foreachBatch instead"
             )

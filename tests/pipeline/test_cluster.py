@@ -87,7 +87,7 @@ def slow(text: str) -> str:
 
 folder = sys.argv[1]
 spark = SparkSession.builder.config("spark.sql.execution.arrow.maxRecordsPerBatch", 50).getOrCreate()
-rows = spark.readStream.schema("data string, topic string").json(f"{folder}/in", maxFilesPerTrigger=1)
+rows = spark.readStream.schema("data string, topic string").option("maxFilesPerTrigger", 1).json(f"{folder}/in")
 rows = rows.withColumn("data", functions.udf(slow, "string", useArrow=True)("data"))
 query = rows.writeStream.format("outbox").option("checkpointLocation", f"{folder}/checkpoint")
 query.trigger(availableNow=True).start().awaitTermination()
@@ -109,7 +109,11 @@ def test_each_row_of_a_killed_stream_is_one_task(
     given: dict[str, Any] = {"variables": variables, "conf": {"spark.cores.max": "1"}, "file": f"{tmp_path}/stream.py"}
 
     def reached(rows: int) -> None:
-        eventually(lambda: spanner.count(database, "TRUE") > rows, seconds=600, message=f"more than {rows} rows")
+        def is_there() -> bool:
+            return driver.child.poll() is not None or spanner.count(database, "TRUE") > rows
+
+        eventually(is_there, seconds=600, message=f"more than {rows} rows")
+        assert driver.child.poll() is None, driver.stderr
 
     for rows in (50, 400, 700):
         with spark_cluster.started(str(tmp_path), **given) as driver:
