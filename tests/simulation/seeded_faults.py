@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from grpc import StatusCode
+
 from outbox.admin.reshard import Snapshot
 from publishworker.delivery import marking, rules
 from publishworker.delivery.claim import TopicHints
@@ -52,7 +54,23 @@ def without(reason: str) -> Callable[[Any], Any]:
 def one_shard_less(real: Any) -> Any:
     def ours(self: Any, workers: Any) -> None:
         real(self, workers)
-        self.shards = self.shards[1:]
+        self.shards = self.shards[1:] or self.shards
+
+    return ours
+
+
+def fails_as_a_whole(real: Any) -> Any:
+    """Return `_record_answer` after which all messages of a refused request have failed."""
+
+    def ours(lane: Lane, future: Any, call: Any) -> list[Lane]:
+        ids, _ = lane.requests[0]
+        error = future.exception()
+        if error is None or error.code() is not StatusCode.INVALID_ARGUMENT:
+            found: list[Lane] = real(lane, future, call)
+            return found
+        lane.requests.popleft()
+        call.answers.update(dict.fromkeys(ids, publisher.failure_of(error, call.name, call.create_command)))
+        return []
 
     return ours
 
@@ -188,7 +206,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
     ),
     "the first deferred task of a key returns soon": (rules, "CHECK_SECONDS", lambda _: 3600.0),
-    "a refused request is split": (messages.Lane, "split", lambda _: lambda self, _ids, _request: [self]),
+    "a refused request is split": (publisher, "_record_answer", fails_as_a_whole),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
