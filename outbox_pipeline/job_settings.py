@@ -8,6 +8,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import (
     MOMENT,
     SECONDS,
+    SWITCH,
     DatabaseSettings,
     SettingType,
     matching,
@@ -64,6 +65,11 @@ class RegisterSettings(JobSettings):
         "",
         SettingType(str, "expressions of Spark's SQL with names, separated by commas; or nothing"),
         "Spark SQL that makes the columns of the tasks from those of the input: to_json(struct(*)) AS data.",
+    )
+    multi_line: bool = setting(
+        "false",
+        SWITCH,
+        "Values of CSV files have line breaks. One Spark task then reads a whole file, instead of a part of it.",
     )
     rejects: str = setting(None, _PATH, "Folder for rejected rows with their reasons, as JSON lines.")
     topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Topic of rows without a topic.")

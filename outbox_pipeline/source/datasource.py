@@ -6,6 +6,7 @@ are plain data that can be pickled. The API is from Spark 4.0: https://spark.apa
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
@@ -23,12 +24,12 @@ from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
 from outbox_pipeline.source.sink import OutboxStreamWriter, OutboxWriter
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.spark_tasks import parallelism, read_parts
+from outbox_pipeline.spark.spark_tasks import read_partitions, read_parts
 from outbox_pipeline.spark.stack_traces import without_stack_trace
 
 try:
-    from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
-except ImportError:  # Spark before 4.2 does not support Trigger.AvailableNow in Python sources
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, SupportsTriggerAvailableNow
+except ImportError:  # Spark before 4.2 has neither limits nor Trigger.AvailableNow for Python sources
 
     class SupportsTriggerAvailableNow:  # type: ignore[no-redef]  # replaces the import
         """An empty base class."""
@@ -46,7 +47,7 @@ def read_tasks(
 
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
-    partitions = max(8, 4 * parallelism(spark))
+    partitions = read_partitions(spark)
     selection = (wanted.state, wanted.topic, wanted.since, wanted.until)
     options = Options(database, *selection, tuple(columns), at, partitions)
     reader = OutboxReader(options, options.schema)
@@ -106,12 +107,17 @@ class OutboxDataSource(DataSource):
     @without_stack_trace()
     def reader(self, schema: StructType) -> "OutboxReader":
         """Return the batch reader."""
-        return OutboxReader(parse(self.options), _checked(schema))
+        options = parse(self.options)
+        if options.max_rows:
+            raise SettingError("Option maxRowsPerTrigger is for streams only. Remove it")
+        return OutboxReader(options, _checked(schema))
 
-    @without_stack_trace()
-    def streamReader(self, schema: StructType) -> "OutboxStreamReader":  # noqa: N802 - Spark's name
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return the stream reader, which follows sent tasks."""
-        return OutboxStreamReader(parse(self.options), _checked(schema))
+        try:
+            return OutboxStreamReader(parse(self.options), _checked(schema))
+        except OutboxError as error:
+            return _Refused(error)
 
     @without_stack_trace()
     def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
@@ -148,12 +154,13 @@ class _Reading:
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the batches of one part. Spark calls this on an executor."""
         part, selection, at, layout = partition.value
-        table = self._table
-        table.layout = layout
-        wanted = schemas.arrow(self._schema)
-        needs = columns.needed((*self._schema.fieldNames(), *selection.needs))
-        for each in part.read(table, needs, selection, at):
-            yield columns.batch(each, wanted, at)
+        with without_stack_trace():
+            table = self._table
+            table.layout = layout
+            wanted = schemas.arrow(self._schema)
+            needs = columns.needed((*self._schema.fieldNames(), *selection.needs))
+            for each in part.read(table, needs, selection, at):
+                yield columns.batch(each, wanted, at)
 
 
 class OutboxReader(_Reading, DataSourceReader):
@@ -185,8 +192,9 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
     """Follows sent tasks: yields every (Id, SentAt) once. Each batch reads one snapshot of the table.
 
     An offset is a time. The batch from `start` to `end` contains the tasks with `start` < SentAt <= `end`, read as of
-    `end`. SentAt is a commit timestamp, so no later commit can add a task to the batch, and reading the batch again
-    gives the same tasks: https://cloud.google.com/spanner/docs/true-time-external-consistency.
+    `end`, or as of `read_at` of the offset `end` if a limit of rows made the batch end earlier. SentAt is a commit
+    timestamp, so no later commit can add a task to the batch, and reading the batch again gives the same tasks:
+    https://cloud.google.com/spanner/docs/true-time-external-consistency.
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
@@ -201,66 +209,112 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             # If the query ends before its first batch, Spark asks for the start again. It must be the same time.
             raise SettingError("Option since: a stream needs a time such as 2026-11-21T13:00:00Z, not a duration")
         self._since = options.since
-        self._last: datetime | None = None
+        self._last: dict[str, str] | None = None
         #: The start of a query without `since`. Its first batch ends here and is empty, because Spark stores only the
         #: ends of batches in the checkpoint.
         self._first: datetime | None = None
         #: The end of a query with Trigger.AvailableNow.
         self._target: datetime | None = None
 
+    @without_stack_trace()
     def initialOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
         """Return the start of a query without a checkpoint: `since` or now."""
         if self._since is not None:
             # `since` is inclusive, but the start of a batch is exclusive.
-            return _offset(self._since - _TICK)
+            self._last = _offset(self._since - _TICK)
+            return self._last
         self._first = self._table.now()
         return _offset(self._first)
 
+    @without_stack_trace()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Set the end of the query. Without it, Spark would stop after a batch that an earlier run did not finish."""
         self._target = self._table.now()
 
-    def latestOffset(self, start: dict[str, str] | None = None, limit: object = None) -> dict[str, str]:  # noqa: N802 - `limit` is of Spark 4.2
-        """Return now, or `start` if no task was sent since, so that Spark runs no batch."""
+    def getDefaultReadLimit(self) -> Any:  # noqa: N802 - Spark's name
+        """Return the limit of the options. Spark passes it to `latestOffset`, or another one for Trigger.Once."""
+        return ReadMaxRows(self._options.max_rows) if self._options.max_rows else ReadAllAvailable()
+
+    @without_stack_trace()
+    def latestOffset(self, start: dict[str, str] | None = None, limit: Any = None) -> dict[str, str]:  # noqa: N802 - `start` and `limit` are of Spark 4.2
+        """Return the end of the next batch, or `start` if no task was sent since, so that Spark runs no batch."""
         if self._first is not None:
-            self._last, self._first = self._first, None
-            return _offset(self._last)
-        begin = _time(start) if start else self._last
-        now = self._target or self._table.now()
-        if begin is not None and not (now > begin and self._any_sent(begin, now)):
-            now = begin
-        self._last = now
-        return _offset(now)
+            self._last, self._first = _offset(self._first), None
+            return self._last
+        begin, now = start or self._last, self._table.now()
+        most = getattr(limit, "max_rows", 0) if limit else self._options.max_rows
+        until = self._target or now
+        if begin is None:
+            end = _offset(until, now)
+        else:
+            found = self._end(_time(begin), until, now, most)
+            end = begin if found is None else _offset(found, now)
+        self._last = end
+        return end
 
     @without_stack_trace()
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
         """Return the parts of a batch. Raises OutboxError if the batch is older than the version retention period."""
-        since, until = _time(start), _time(end)
+        since, until, at = _time(start), _time(end), _time(end, "read_at")
         table = self._table
         if until <= since:
             return []
-        if not table.keeps(until):
+        if not table.keeps(at):
             raise OutboxError(
                 f"The batch of tasks sent after {shown(since)} was not finished when the query ended, and "
-                f"{too_old(until)}. To continue, start with a new checkpoint, a new output folder and the option "
+                f"{too_old(at)}. To continue, start with a new checkpoint, a new output folder and the option "
                 f"since={shown(since)}. The stream then repeats the tasks sent since that time. In the former folder, "
                 "Spark would skip the first batches of a new checkpoint"
             )
         found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)  # OUT-SPARK-2
         selection = RowFilter(topic=self._options.topic)
-        return [InputPartition((part, selection, until, table.layout)) for part in found]
+        return [InputPartition((part, selection, at, table.layout)) for part in found]
 
-    def _any_sent(self, since: datetime, until: datetime) -> bool:
-        [part] = parts.sent_parts(self._table.layout.ids, since, until, 1, after=True)
+    def _end(self, since: datetime, until: datetime, now: datetime, most: int) -> datetime | None:
+        """Return the end of the batch after `since`, at most `until`, or None if no task was sent in this time.
+
+        The batch has at most `most` tasks (0 is no limit) if each shard has at most its share of them. The tasks of one
+        commit have the same SentAt, so they are in one batch even if they are more.
+        """
+        ids = self._table.layout.ids
         try:
-            return any(True for _ in self._table.rows(("Id",), part.keys, until, index=part.index, limit=1))
+            if until <= since or not self._times(since, until, now, ids, 1):
+                return None
+            share = max(1, most // len(ids))
+            for shard in ids if most else ():
+                times = self._times(since, until, now, [shard], share + 1)
+                if len(times) > share:
+                    until = max(times[0], times[-1] - _TICK)
         except LayoutChanged:
-            return self._any_sent(since, until)
+            return self._end(since, until, now, most)
+        return until
+
+    def _times(
+        self, since: datetime, until: datetime, now: datetime, shards: Sequence[int], most: int
+    ) -> list[datetime]:
+        """Return the first `most` SentAt of one shard, or of some without an order."""
+        [part] = parts.sent_parts(shards, since, until, 1, after=True)
+        rows = self._table.rows(("SentAt",), part.keys, now, index=part.index, limit=most)
+        return [datetime.fromisoformat(sent_at.string_value) for (sent_at,) in rows]
 
 
-def _offset(time: datetime) -> dict[str, str]:
-    return {"sent_at": shown(time)}
+class _Refused(DataSourceStreamReader):
+    """Has wrong options. PySpark passes on an error of its methods, but replaces one of `streamReader` by its own."""
+
+    def __init__(self, error: OutboxError) -> None:
+        self._error = error
+
+    @without_stack_trace()
+    def _refuse(self, *_: object) -> Any:
+        raise self._error
+
+    initialOffset = getDefaultReadLimit = latestOffset = _refuse  # type: ignore[assignment]  # noqa: N815 - Spark's names
+    partitions = read = _refuse  # type: ignore[assignment]
 
 
-def _time(offset: dict[str, str]) -> datetime:
-    return datetime.fromisoformat(offset["sent_at"])
+def _offset(time: datetime, read_at: datetime | None = None) -> dict[str, str]:
+    return {"sent_at": shown(time)} | ({"read_at": shown(read_at)} if read_at and read_at > time else {})
+
+
+def _time(offset: dict[str, str], name: str = "sent_at") -> datetime:
+    return datetime.fromisoformat(offset.get(name, offset["sent_at"]))

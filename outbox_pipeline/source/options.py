@@ -40,7 +40,10 @@ _KINDS = {
     "columns": SettingType(_columns, f"unique names from {', '.join(_COLUMNS)}, separated by commas"),
     "readTimestamp": MOMENT,
     "partitions": whole_number(1, 100_000),
+    "maxRowsPerTrigger": whole_number(1, 1_000_000_000),
 }
+#: The fields of Options whose names differ.
+_FIELDS = {"readTimestamp": "read_timestamp", "maxRowsPerTrigger": "max_rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Options:
     columns: tuple[str, ...] = tuple(schemas.TABLE.fieldNames())
     read_timestamp: timedelta | datetime | None = None
     partitions: int = 8
+    #: Max tasks of a batch of a stream. 0 is no limit.
+    max_rows: int = 0
 
     @property
     def schema(self) -> StructType:
@@ -112,7 +117,7 @@ class RowFilter:
 def parse(options: Mapping[str, str]) -> Options:
     """Parse the options of a reader. Raises SettingError if one is unknown, missing or not allowed."""
     values, database = given_options(options, _KINDS)
-    return Options(database, **{"read_timestamp" if name == "readTimestamp" else name: values[name] for name in values})
+    return Options(database, **{_FIELDS.get(name, name): values[name] for name in values})
 
 
 def given_options(

@@ -13,19 +13,31 @@ from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 PATTERN = re.compile(r"[*?\[{]")
 
 
+def is_connect(spark: SparkSession) -> bool:
+    """Tell whether this is a session of Spark Connect, which has no JVM."""
+    return not hasattr(spark, "sparkContext")
+
+
 class Folder:
-    """A folder or file, named by a path or URL of any file system that Spark supports."""
+    """A folder or file, named by a path or URL of any file system that Spark supports.
+
+    A session of Spark Connect has no file systems, so there it is only a path, and nothing is deleted.
+    """
 
     @spark_errors()
     def __init__(self, spark: SparkSession, path: str) -> None:
-        jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
         self._spark = spark
+        self._path: Any = path.rstrip("/")
+        self._system: Any = None
+        if is_connect(spark):
+            return
+        jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
         self._path = jvm.org.apache.hadoop.fs.Path(path)
         self._system = self._path.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())  # noqa: SLF001 - the same
 
     def __str__(self) -> str:
         """Return the path."""
-        return str(self._path.toString())
+        return str(self._path.toString() if self._system else self._path)
 
     @property
     def name(self) -> str:
@@ -69,7 +81,7 @@ class Folder:
     @spark_errors()
     def qualified(self) -> str:
         """Return its whole URL."""
-        return str(self._system.makeQualified(self._path).toString())
+        return str(self._system.makeQualified(self._path).toString() if self._system else self._path)
 
     @spark_errors()
     def has_match(self) -> bool:
@@ -116,4 +128,5 @@ class Folder:
     @spark_errors()
     def delete(self) -> None:
         """Delete it with its contents."""
-        self._system.delete(self._path, True)
+        if self._system:
+            self._system.delete(self._path, True)

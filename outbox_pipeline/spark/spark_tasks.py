@@ -11,6 +11,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from outbox_pipeline import schemas
+from outbox_pipeline.spark.files import is_connect
 
 #: The rows of one Arrow batch, each with its values by column.
 Rows = Sequence[Mapping[str, Any]]
@@ -66,13 +67,28 @@ def collected(rows: DataFrame) -> list[dict[str, Any]]:
 
 
 def parallelism(spark: SparkSession) -> int:
-    """Return how many Spark tasks can run at once.
+    """Return how many Spark tasks can run at once, on the executors that have registered.
 
-    Spark counts only the executors that have registered, so on a cluster an empty job waits for the first ones.
+    On a cluster, a job counts the partitions that Spark makes for them. It waits for the first executors, and is
+    repeated while others have registered.
     """
-    if not str(spark.sparkContext.master).startswith("local"):
-        spark.range(0, 1, 1, 1).count()
-    return spark.sparkContext.defaultParallelism
+    if not is_connect(spark) and str(spark.sparkContext.master).startswith("local"):
+        return spark.sparkContext.defaultParallelism
+    found, before = 1, 0
+    while found > before:
+        partitions = spark.range(100_000).select(f.spark_partition_id().alias("number"))
+        found, before = partitions.distinct().count(), found
+    return found
+
+
+def read_partitions(spark: SparkSession) -> int:
+    """Return into how many parts a job divides the table: four for each Spark task that can run at once.
+
+    With dynamic allocation, Spark starts executors only for Spark tasks that wait, so at least as many as in a shuffle.
+    """
+    dynamic = spark.conf.get("spark.dynamicAllocation.enabled", "false") == "true"
+    waiting = int(str(spark.conf.get("spark.sql.shuffle.partitions"))) if dynamic else 0
+    return max(8, waiting, 4 * parallelism(spark))
 
 
 def divided(spark: SparkSession, per_second: int) -> tuple[int, float]:

@@ -25,7 +25,7 @@ from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.spark_tasks import parallelism
+from outbox_pipeline.spark.spark_tasks import read_partitions
 from outbox_pipeline.spark.stack_traces import spark_errors
 from publishworker.telemetry import clients
 from tests.support.archives import DAY, NEXT_DAY, settings_of
@@ -93,12 +93,17 @@ def test_cached_rows_have_few_partitions(spark: SparkSession):
     cached.unpersist()
 
 
-def test_executors_are_counted_after_the_first_have_registered():
-    session = mock.Mock()
-    session.sparkContext = mock.Mock(master="spark://host:7077", defaultParallelism=2)
-    registered = {"defaultParallelism": 16}
-    session.range.return_value.count.side_effect = lambda: session.sparkContext.configure_mock(**registered)
-    assert parallelism(session) == 16
+@pytest.mark.usefixtures("spark")
+def test_the_table_is_divided_for_the_executors_that_there_are_or_will_be():
+    """Executors register while the first jobs run. With dynamic allocation, they start when Spark tasks wait."""
+    context = mock.Mock(master="local[2]", defaultParallelism=2)
+    conf = {"spark.sql.shuffle.partitions": "200"}
+    assert read_partitions(mock.Mock(conf=conf, sparkContext=context)) == 8
+    cluster = mock.Mock(conf=conf, sparkContext=mock.Mock(master="spark://host:7077"))
+    cluster.range.return_value.select.return_value.distinct.return_value.count.side_effect = [2, 6, 16, 16]
+    assert read_partitions(cluster) == 64
+    dynamic = conf | {"spark.dynamicAllocation.enabled": "true"}
+    assert read_partitions(mock.Mock(conf=dynamic, sparkContext=context)) == 200
 
 
 def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database: Database, folder: Path) -> None:

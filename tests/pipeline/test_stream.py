@@ -1,13 +1,16 @@
 """`spark.readStream.format("outbox")`: every (Id, SentAt) once, whatever happens to the query."""
 
+import itertools
 from collections import Counter
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyspark
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from outbox.base.times import shown
@@ -23,7 +26,8 @@ Published = Counter[tuple[str, str]]
 
 def reader(target: DatabaseSettings, **more: str) -> OutboxStreamReader:
     source = OutboxDataSource(options(target, columns="Id", **more))
-    return source.streamReader(source.schema())
+    reader: Any = source.streamReader(source.schema())
+    return reader
 
 
 def batch(of: OutboxStreamReader, start: dict[str, str], end: dict[str, str]) -> list[str]:
@@ -127,13 +131,64 @@ def test_a_batch_before_the_retention_period_says_what_to_do(target: DatabaseSet
 def test_unsupported_stream_options_are_refused(target: DatabaseSettings):
     for name, value in (("state", "pending"), ("until", "1h"), ("readTimestamp", "1m"), ("since", "1h")):
         with pytest.raises(SettingError, match=name):
-            reader(target, **{name: value})
+            reader(target, **{name: value}).initialOffset()
 
 
-def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink: Path) -> None:
+def test_a_week_without_the_query_is_read_in_batches(target: DatabaseSettings, database: Database):
+    """Each has at most `maxRowsPerTrigger` tasks, or those of one SentAt, and none needs a version of last week."""
+    begin = datetime.now(UTC) - timedelta(days=7)
+    insert(database, [row(f"{n:03d}", SentAt=begin + timedelta(hours=n)) for n in range(120)])
+    insert(database, [row(f"together {n:02d}", SentAt=begin + timedelta(hours=130)) for n in range(60)])
+    of = reader(target, since=shown(begin), maxRowsPerTrigger="20")
+    start, found = of.initialOffset(), list[list[str]]()
+    while (end := of.latestOffset(start, *limits(of))) != start:
+        assert batch(of, start, end) == batch(of, start, end)
+        found.append(batch(of, start, end))
+        start = end
+    assert sorted(itertools.chain(*found)) == sorted(rows_of(database))
+    assert len(found) > 6
+    assert [len(each) for each in found if len(each) > 20] == [60]
+    assert all(found)
+
+
+def limits(of: OutboxStreamReader) -> list[Any]:
+    """Return the limit that Spark passes since 4.2. Before, the source must know it."""
+    return [] if pyspark.__version__ < "4.2" else [of.getDefaultReadLimit()]
+
+
+@pytest.mark.skipif(pyspark.__version__ < "4.2", reason="the trigger Once has no limit since Spark 4.2")
+def test_spark_can_ask_for_all_tasks(target: DatabaseSettings, database: Database):
+    send(database, "a")
+    send(database, "b")
+    of = reader(target, since="2026-01-01T00:00:00Z", maxRowsPerTrigger="1")
+    start = of.initialOffset()
+    assert batch(of, start, of.latestOffset(start, reader(target).getDefaultReadLimit())) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"maxRowsPerTrigger": "many"}, "Option maxRowsPerTrigger: 'many' is not allowed. It must be"),
+        ({"maxFilesPerTrigger": "1"}, "Unknown option maxfilespertrigger. Known options: state"),
+        ({"since": "1h"}, "Option since: a stream needs a time such as"),
+    ],
+)
+def test_a_wrong_option_of_a_stream_is_one_sentence(
+    spark: SparkSession, target: DatabaseSettings, tmp_path: Path, given: dict[str, str], sentence: str
+):
+    with pytest.raises(PySparkException) as raised:  # noqa: PT012 - some options are read when the query starts
+        stream = spark.readStream.format("outbox").options(**options(target, **given)).load()
+        stream.writeStream.format("noop").option("checkpointLocation", str(tmp_path)).start().awaitTermination(60)
+    assert sentence in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink: Path, **more: str) -> None:
     all_there = (
         spark.readStream.format("outbox")
-        .options(**options(target, columns="Id,Topic,SentAt,Payload", since="2026-01-01T00:00:00Z", partitions="2"))
+        .options(
+            **options(target, columns="Id,Topic,SentAt,Payload", since="2026-01-01T00:00:00Z", partitions="2", **more)
+        )
         .load()
         .writeStream.format("parquet")
         .option("checkpointLocation", str(checkpoint))
@@ -154,7 +209,10 @@ def test_available_now_reads_everything_after_an_unfinished_batch(
         (folder / "0").unlink()
         (folder / ".0.crc").unlink()
     send(database, "b")
-    query(spark, target, checkpoint, sink)
+    send(database, "c")
+    query(spark, target, checkpoint, sink, maxRowsPerTrigger="1")
     if pyspark.__version__ < "4.2":  # such a run ends after the unfinished batch
         query(spark, target, checkpoint, sink)
     assert streamed(spark, sink) == sent(database)
+    if pyspark.__version__ >= "4.2":
+        assert len([*(checkpoint / "commits").glob("[0-9]*")]) == 3, "each batch has one task"

@@ -119,7 +119,7 @@ def test_csv_follows_rfc_4180(spark: SparkSession, tmp_path: Path, end: str):
         "#x,orders,12",
     ]  # fmt: skip
     path.write_bytes((end.join(lines) + end).encode())
-    found = prepared(read(spark, str(path), "auto"), topic="usual", key=["a.b"]).collect()
+    found = prepared(read(spark, str(path), "auto", multi_line=True), topic="usual", key=["a.b"]).collect()
     assert [(each.data and bytes(each.data).decode(), each.topic, each.reason) for each in found] == [
         ('a "q", b', "orders", None), ("two\r\nlines\nthree", "orders", None), (None, "orders", None),
         (b"", "orders", None), (" é😀 ", " sp ", None), ("x", "", None), ("x", "usual", None), ('"', "orders", None),
@@ -127,12 +127,59 @@ def test_csv_follows_rfc_4180(spark: SparkSession, tmp_path: Path, end: str):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_csv_can_be_divided_anywhere(spark: SparkSession, tmp_path: Path, end: str):
+    """Otherwise one Spark task would read a whole file."""
+    path = tmp_path / "rows.csv"
+    lines = [f'"{n}, ""q"" é",orders,{n}' if n % 3 else f"{n},,{n}" for n in range(40)]
+    path.write_bytes(end.join(["data,topic,n", *lines, ""]).encode())
+    whole = sorted(map(tuple, read(spark, str(path), "auto", multi_line=True).collect()))
+    assert len(whole) == 40
+    size = spark.conf.get("spark.sql.files.maxPartitionBytes")
+    for bytes in (41, 100, 333):
+        spark.conf.set("spark.sql.files.maxPartitionBytes", str(bytes))
+        rows = read(spark, str(path), "auto")
+        assert rows.rdd.getNumPartitions() > 1
+        assert sorted(map(tuple, rows.collect())) == whole
+    spark.conf.set("spark.sql.files.maxPartitionBytes", str(size))
+
+
+@pytest.mark.parametrize(
+    ("line", "end", "is_broken"),
+    [
+        ('"x,",orders', "\n", False),
+        ('5" pipe,orders', "\n", False),
+        ('"a,"",b",orders', "\n", False),
+        ('""', "\n", False),
+        ('orders,"x\ny"', "\n", True),
+        ('"""\n",orders', "\n", True),
+        ('orders,"{\n ""a"": 1,\n ""b"": 2}"', "\n", True),
+        ('"x\r\ny",orders', "\r\n", True),
+        ('"x\ny",orders', "\r\n", True),
+        ('"' + '""' * 100_000 + '\n",orders', "\n", True),
+        ('"' + '""' * 100_000 + '",orders', "\n", False),
+    ],
+)
+def test_a_line_break_in_a_value_of_csv_is_refused(
+    spark: SparkSession, tmp_path: Path, line: str, end: str, is_broken: bool
+):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(end.join(["data,topic", "fine,orders", line, ""]).encode())
+    if not is_broken:
+        assert len(read(spark, str(path), "csv").collect()) == 2
+        return
+    with pytest.raises(OutboxError, match="a value has a line break, or quotes that are not closed"):
+        read(spark, str(path), "csv")
+
+
 def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
     path = tmp_path / "rows.csv"
     path.write_text(
         'data,topic,reason\nfine,orders,\nfew,orders\nmany,orders,,\nx,orders,y\n"open,orders,z\nw,orders,\n'
     )
-    found = prepared(read(spark, str(path), "csv")).select("data", "topic", "reason", "line").collect()
+    with pytest.raises(OutboxError, match=r"rows\.csv: a value has .* in the line '\"open,orders,z'\. .* --multi-line"):
+        read(spark, str(path), "csv")
+    found = prepared(read(spark, str(path), "csv", multi_line=True)).select("data", "topic", "reason", "line").collect()
     assert [tuple(each) for each in found] == [
         (b"fine", "orders", None, None),
         (None, None, BAD_CSV, "few,orders"),
@@ -206,7 +253,7 @@ def test_spark_sql_makes_the_columns_of_tasks(spark: SparkSession, tmp_path: Pat
         "to_json(struct(*)) AS data, 'c-' || customer AS ordering_key,\n CAST(cents AS DECIMAL(9, 2)) AS cents, "
         "CAST(DATE'2090-01-01' AS TIMESTAMP) AS available_at -- a comment"
     )
-    rows = selected(read(spark, str(path), "auto", any_columns=True), select)
+    rows = selected(read(spark, str(path), "auto", any_columns=True, multi_line=True), select)
     first, *bad = prepared(rows, topic="orders", key=["cents"]).collect()
     assert (
         json.loads(first.data)

@@ -60,6 +60,16 @@ class Cluster:
         """Return the folder for Spark's own files."""
         return self.folder / "local"
 
+    @property
+    def events(self) -> Path:
+        """Return the folder of Spark's event logs, one for each job."""
+        return self.folder / "events"
+
+    def spark_tasks(self) -> int:
+        """Return how many Spark tasks the last job has run."""
+        log = max(self.events.iterdir(), key=lambda file: file.stat().st_mtime)
+        return log.read_text(encoding="utf-8").count('"Event":"SparkListenerTaskEnd"')
+
     def submit(
         self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None, seconds: float = 600
     ) -> Finished:
@@ -85,6 +95,10 @@ class Cluster:
             "spark.executor.extraJavaOptions": QUICK_JAVA,
             "spark.driver.host": LOOPBACK,
             "spark.ui.enabled": "false",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.compress": "false",
+            "spark.eventLog.rolling.enabled": "false",
+            "spark.eventLog.dir": str(self.events),
             **(conf or {}),
         }
         words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master, *SHIPPED[:-1]]
@@ -111,6 +125,7 @@ def running(folder: Path) -> Iterator[Cluster]:
     with tarfile.open(folder / "environment.tar.gz", "w:gz", compresslevel=0) as archive:
         archive.add(folder / "environment", "")
     venv.create(folder / "bare", with_pip=False)
+    (folder / "events").mkdir()
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         master = stack.enter_context(_daemon("master.Master"))

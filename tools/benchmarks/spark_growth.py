@@ -2,14 +2,16 @@
 
     python -m tools.benchmarks.spark_growth [--rows 100000 1000000 5000000]
 
-Spark generates the tasks and the messages, so no emulator is needed. The cluster has two executors with one core and a
-heap of 1 GiB each. The figures are counts and CPU time, so they do not depend on the load of the machine.
+Spark generates the tasks and the messages, so no emulator is needed. The session has the options of spark-submit. The
+cluster has two executors with one core and a heap of 1 GiB each. The figures are counts and CPU time, so they do not
+depend on the load of the machine.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,11 +21,14 @@ from typing import Any
 from unittest import mock
 
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType, TimestampType
 
 from outbox.base.times import shown
+from outbox.devtools.child_process import LOOPBACK
+from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit import job as audit
-from outbox_pipeline.spark.session import session
+from outbox_pipeline.spark import session
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.processes import children
@@ -37,9 +42,11 @@ CONF = {
     "eventLog.logStageExecutorMetrics": "true",
     "executor.processTreeMetrics.enabled": "true",
     "executor.metrics.pollingInterval": "1s",
+    "driver.host": LOOPBACK,
+    "ui.enabled": "false",
 }
 SIZES = (100_000, 1_000_000, 5_000_000)
-NAME = "projects/p/instances/i/databases/generated"
+NAME = "projects/p/instances/main/databases/generated"
 HEADS = (
     "job", "rows", "CPU s", "Spark tasks", "rows of the largest Spark task", "rows of the largest stage of one task",
     "execution memory of a Spark task, MB", "spilled MB", "heap of the driver, MB", "heap of an executor, MB",
@@ -58,9 +65,10 @@ def main() -> None:
         events = Path(name) / "events"
         events.mkdir()
         conf = CONF | {"eventLog.dir": str(events)}
-        words = [f"--conf spark.{key}={value}" for key, value in conf.items()]
-        with mock.patch.dict(os.environ, {"PYSPARK_SUBMIT_ARGS": " ".join([*words, "pyspark-shell"])}):
-            engine = session("growth", on.master)
+        words = [f"--master {on.master}", *(f"--conf spark.{key}={value}" for key, value in conf.items())]
+        variables = {"PYSPARK_SUBMIT_ARGS": " ".join([*words, "pyspark-shell"]), "PYSPARK_PYTHON": sys.executable}
+        with mock.patch.dict(os.environ, variables), mock.patch.object(session, "is_submitted", return_value=True):
+            engine = session.session("growth")
         print("|", " | ".join(HEADS), "|\n|", " | ".join("---" for _ in HEADS), "|", flush=True)
         for size in sizes:
             folder = Path(name) / str(size)
@@ -78,11 +86,17 @@ def archived(engine: SparkSession, folder: Path, size: int) -> None:
 def audited(engine: SparkSession, folder: Path, size: int) -> None:
     table = SimpleNamespace(name=NAME, now=lambda: UNTIL + GRACE)
     flags = {
-        "project": "p", "instance": "i", "database": "generated", "tasks": "archive",
+        "project": "p", "instance": "main", "database": "generated",
         "archive": str(folder / "archive"), "received": str(folder / "received"), "grace": f"{GRACE.total_seconds():g}",
         "since": shown(DAY), "until": shown(UNTIL), "output": str(folder / "report"),
     }  # fmt: skip
-    with mock.patch.object(audit, "open_table", return_value=table):
+    nothing = engine.createDataFrame([], StructType([*schemas.TASK, *schemas.optional(CancelledAt=TimestampType())]))
+    empty = {"read_tasks": nothing.drop("CancelledAt"), "read_cancelled": nothing.drop("Attributes", "Payload")}
+    with mock.patch.multiple(
+        audit,
+        open_table=lambda *_: table,
+        **{name: lambda *_, empty=each: empty for name, each in empty.items()},
+    ):
         done = audit.run(engine, AuditSettings.read(flags, {}))
     found = (done.lost, done.republished, done.unknown, done.mismatched)
     assert found == expected(size), done

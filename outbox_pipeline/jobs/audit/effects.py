@@ -22,7 +22,7 @@ from outbox_pipeline.jobs.audit.transforms import STATES, Rules
 from outbox_pipeline.source.columns import column, times
 from outbox_pipeline.source.parts import ARROW_ROWS, KeyPart, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
-from outbox_pipeline.spark.spark_tasks import parallelism, read_parts
+from outbox_pipeline.spark.spark_tasks import read_partitions, read_parts
 
 #: A record, without its consumer.
 RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
@@ -67,7 +67,7 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
             f"Consumer {settings.inbox!r} has no record in {TABLE} of {database.database}. Check --inbox and "
             "--inbox-database"
         )
-    return read_parts(spark, inbox.read, key_parts(max(8, 4 * parallelism(spark))), RECORD)
+    return read_parts(spark, inbox.read, key_parts(read_partitions(spark)), RECORD)
 
 
 def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:

@@ -101,6 +101,7 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     while (work_left := any_to_send(store)) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
         if rounds:
             time.sleep(min(pause.next(), remaining))
+            workers = min(parallelism(spark), store.layouts[0].shards)  # executors can have started or ended
         else:
             # Executors may take longer to start than the liveness timeout of the heartbeats below.
             spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").count()

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructType
 
-from outbox.errors import SettingError
+from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RegisterSettings, format_of_input
@@ -40,6 +40,9 @@ _BYTES = "ISO-8859-1"
 #: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL. It is not valid UTF-8.
 _EMPTY = "\xffan empty text\xff"
 
+#: A line that ends within quotes: values with and without quotes, and then quotes that are not closed. Its quantifiers
+#: never go back, so a long line costs neither time nor stack.
+_OPEN = r"""^(?:(?:"(?:[^"]++|"")*+"[^,]*+|[^",][^,]*+)?+,)*+"(?:[^"]++|"")*+\z"""
 #: What other programs write to CSV for NULL.
 _NULL, _NULL_DATA = r"^(?:NULL|null|\\N|\(null\)|<NA>|NaN|nan|None)$", r"^(?:NULL|\\N)$"
 
@@ -106,7 +109,8 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     if settings.input_table:
         rows = read_table(spark, "--input-table", settings.input_table)
     else:
-        rows = read(spark, settings.input, settings.input_format, key, any_columns=bool(settings.select))
+        options = {"any_columns": bool(settings.select), "multi_line": settings.multi_line}
+        rows = read(spark, settings.input, settings.input_format, key, **options)
     if settings.select:
         rows = selected(rows, settings.select)
     tasks = prepared(rows, topic=settings.topic, key=key)
@@ -120,9 +124,17 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
 
 
 def read(
-    spark: SparkSession, path: str, format: str, key: Sequence[str] = (), *, any_columns: bool = False
+    spark: SparkSession,
+    path: str,
+    format: str,
+    key: Sequence[str] = (),
+    *,
+    any_columns: bool = False,
+    multi_line: bool = False,
 ) -> DataFrame:
     """Return the rows of files, with the columns of the job, or with `any_columns`.
+
+    `multi_line` says that values of CSV files can have line breaks.
 
     Raises SettingError if the format is auto and the extension is unknown, and OutboxError if Spark would not read all
     rows, or would read deleted ones.
@@ -132,20 +144,22 @@ def read(
     if format == "parquet":
         return read_all_columns(given)
     if format == "csv":
-        return _read_csv(given)
+        return _read_csv(given, multi_line=multi_line)
     if any_columns:
         return read_any_json(given.reader(), path)
     return parse_json_lines(given.reader().text(path), key)
 
 
-def _read_csv(given: Input) -> DataFrame:
+def _read_csv(given: Input, *, multi_line: bool) -> DataFrame:
     """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError, OutboxError."""
     path, of_folders = given.path, given.columns
     # If Spark detected the line separator itself, it would also change line breaks inside quotes.
     first = given.reader_of_files().text(path, lineSep="\n").first()
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
+    if not multi_line:
+        _check_lines(given, end)
     options: dict[str, Any] = {
-        "header": True, "quote": '"', "escape": '"', "multiLine": True, "lineSep": end, "emptyValue": _EMPTY,
+        "header": True, "quote": '"', "escape": '"', "multiLine": multi_line, "lineSep": end, "emptyValue": _EMPTY,
         "encoding": _BYTES, "maxColumns": 1_000_000,  # Spark refuses a file with a longer line
     }  # fmt: skip
     head = given.reader_of_files().options(**options).csv(path)
@@ -170,6 +184,18 @@ def _read_csv(given: Input) -> DataFrame:
     decoded |= {name: f.col(f"`{name}`") for name in of_folders}  # Spark reads names of folders as UTF-8
     read = rows.select(*(text.alias(name) for name, text in decoded.items()), why.alias(PARSE_ERROR))
     return _without_null_texts(read, [name for name in decoded if name != UNPARSED], of_folders)
+
+
+def _check_lines(given: Input, end: str) -> None:
+    """Raise OutboxError if a value has a line break, because Spark would divide it while it divides the file."""
+    lines = given.reader_of_files().text(given.path, lineSep=end)
+    broken = lines.where(f.col("value").rlike(_OPEN) | f.col("value").contains("\n"))
+    if found := broken.select("_metadata.file_path", f.substring("value", 1, 80).alias("line")).first():
+        raise OutboxError(
+            f"{found.file_path}: a value has a line break, or quotes that are not closed, in the line "
+            f"{found.line!r}. If values have line breaks, pass --multi-line: one Spark task then reads a whole file. "
+            "Otherwise correct the line"
+        )
 
 
 def _without_null_texts(rows: DataFrame, columns: Sequence[str], of_folders: Sequence[str]) -> DataFrame:
