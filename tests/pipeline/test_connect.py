@@ -52,6 +52,9 @@ def test_source_and_register_need_no_jvm(
     assert done.returncode == 0, done.stderr[-3000:]
     ids = sorted(str(number) for number in range(20) if number != 7)
     assert json.loads(done.stdout.splitlines()[-1]) == {
-        "registered": 19, "rejected": ["data is missing"], "read": ids, "streamed": ["sent"],
-    }  # fmt: skip
+        "registered": 19,
+        "rejected": ["data is NULL. For a message without data, pass an empty string"],
+        "read": ids,
+        "streamed": ["sent"],
+    }
     assert rows_of(database).keys() == {*ids, "sent"}
