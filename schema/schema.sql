@@ -81,7 +81,9 @@ CREATE TABLE AsynchronousTaskTopics (
   MaxAttempts           INT64,
   BackoffInitialSeconds FLOAT64,
   BackoffMaxSeconds     FLOAT64,
-  DeadAfterSeconds      FLOAT64
+  DeadAfterSeconds      FLOAT64,
+  -- When an operator last asked the workers to probe the topic now, if its circuit is open.
+  ProbeRequestedAt      TIMESTAMP
 ) PRIMARY KEY (Topic);
 
 -- Heartbeats: one row for each worker, written every few seconds. The live workers divide the shards among themselves.
@@ -112,7 +114,8 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A UUID: a random digit, and then the time, so that the last operations are the first of 16 ranges.
   OperationId STRING(64)  NOT NULL,
-  -- retry, resend, purge, cancel, restore, stop, continue, view, pause, resume, controls, replay or reshard.
+  -- retry, resend, purge, cancel, restore, stop, continue, view, pause, resume, probe, controls, replay
+  -- or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),

@@ -101,9 +101,9 @@ def change(
 ) -> Difference:
     """Write `values`, by field, to the rows of all `topics` in one transaction, and return the difference.
 
-    The `operation` is pause, resume or controls. Missing rows are created, but a value of None or False needs a row.
-    Other fields keep their values. The transaction also records the operation. With `dry_run` it checks the same and
-    writes nothing.
+    The `operation` is pause, resume, probe or controls. Missing rows are created, but a value of None or False needs
+    a row. Other fields keep their values. The transaction also records the operation. With `dry_run` it checks the
+    same and writes nothing.
     """
 
     def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
@@ -112,6 +112,11 @@ def change(
         return {topic: dataclasses.replace(before.get(topic, NO_CONTROLS), **values) for topic in topics}
 
     return _write(table, operation, after, author, dry_run=dry_run)
+
+
+def probe(table: TaskTable, topics: Sequence[str], author: Author = UNNAMED) -> None:
+    """Ask all workers to probe these topics once as soon as they read it, if their circuits are open."""
+    change(table, "probe", topics, {"probe_requested_at": table.now()}, author)
 
 
 def apply(
@@ -132,7 +137,11 @@ def apply(
 
     def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
         _require_rows(before, [topic for topic, row in wanted.items() if row is None])
-        return wanted
+        asked = {topic: row.probe_requested_at for topic, row in before.items()}
+        return {
+            topic: row and dataclasses.replace(row, probe_requested_at=asked.get(topic))
+            for topic, row in wanted.items()
+        }
 
     return _write(table, "controls", after, author, dry_run=dry_run)
 

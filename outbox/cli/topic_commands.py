@@ -71,6 +71,12 @@ route or retry policy. Its tasks do not change.
 
     outbox topics forget orders --project my-project --instance main --database shop"""
 
+PROBE_DESCRIPTION = """\
+Let each worker whose circuit of the topic is open publish a probe now, instead of at the
+time that `outbox topics` shows. If it succeeds, the circuit closes.
+
+    outbox topics probe orders --project my-project --instance main --database shop"""
+
 APPLIED_SOON = "workers apply this within 10 seconds"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
 
@@ -86,10 +92,12 @@ def add(commands: Any) -> None:
     setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
     unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
     forgetting = flags.command(actions, "forget", "delete the row of a topic", FORGET_DESCRIPTION, run_forget)
+    probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, run_probe)
     flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, run_export)
     applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
 
-    for parser, count in ((pausing, "+"), (resuming, "+"), (setting, 1), (unsetting, 1), (forgetting, 1)):
+    counts = ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1), (forgetting, 1))
+    for parser, count in counts:
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind, _) in VALUES.items():
         flags.add(setting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=name)
@@ -102,9 +110,9 @@ def add(commands: Any) -> None:
         parser.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether a routed topic exists.")
     for parser in (setting, unsetting, applying):
         parser.add_argument("--dry-run", action="store_true", help="Only print the difference.")
-    for parser in (pausing, resuming, setting, unsetting, forgetting, applying):
+    for parser in (pausing, resuming, probing, setting, unsetting, forgetting, applying):
         flags.add_reason(parser)
-    for parser in (pausing, setting, unsetting, forgetting, applying):
+    for parser in (pausing, probing, setting, unsetting, forgetting, applying):
         parser.add_argument("--yes", action="store_true", help="Skip the confirmation.")
 
 
@@ -124,6 +132,13 @@ def run_resume(options: argparse.Namespace) -> int:
     """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = _open(options)
     _report(admin.topics.change(table, "resume", options.topics, {"paused": False}, flags.author(options)), "resumed")
+    return 0
+
+
+def run_probe(options: argparse.Namespace) -> int:
+    """Ask for a probe of topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+    admin.topics.probe(_open_known(options, "Probe"), options.topics, flags.author(options))
+    note("workers probe within 10 seconds. `outbox topics` shows the open circuits")
     return 0
 
 
@@ -189,7 +204,7 @@ def run_export(options: argparse.Namespace) -> int:
     """Print the file; returns 0. Raises SettingError, NotReached, OutboxError."""
     controls = admin.topics.controls(flags.open_table(options))
     topics = {
-        topic: {name: value for name, value in by_field(dataclasses.asdict(row)).items() if value is not None}
+        topic: {name: value for name in FIELDS if (value := by_field(dataclasses.asdict(row))[name]) is not None}
         for topic, row in sorted(controls.items())
     }
     # ASCII without control characters, so that no name controls a terminal. JSON allows DEL as it is.

@@ -18,7 +18,7 @@ class Role(enum.StrEnum):
 
     VIEWER = "viewer"  # all pages, without message data
     DATA = "data"  # message data; each view is recorded
-    OPERATOR = "operator"  # pause, resume, topic controls, retry
+    OPERATOR = "operator"  # pause, resume, probe, topic controls, retry
     DESTROYER = "destroyer"  # cancel, purge
 
     @property

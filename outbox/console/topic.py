@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from starlette.datastructures import QueryParams
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from outbox import admin
 from outbox.admin.operations import Operation
@@ -66,11 +66,17 @@ def _switch(visit: Visit) -> Response:
     return _changed(visit)
 
 
+def _probe(visit: Visit) -> Response:
+    admin.topics.probe(visit.console.table, [_known(visit)], visit.author())
+    return _changed(visit)
+
+
 def _ask(visit: Visit) -> Response:
     """Show the preview of the form. The name of the topic is no field, because a browser would change some names."""
     _preview(visit, visit.form)
     fields = {name: visit.form.get(name) for name in NAMES}
-    return visit.redirect("/topic/controls", name=_topic(visit), **fields, unset=visit.form.getlist("unset"))
+    query = {"name": _topic(visit), **fields, "unset": visit.form.getlist("unset")}
+    return RedirectResponse(visit.link("/topic/controls", **query), 303)  # nothing has changed yet
 
 
 def _show_preview(visit: Visit) -> Response:
@@ -156,6 +162,7 @@ ROUTES = (
     Route("/topic/ask", _ask, Role.OPERATOR, "POST", page="/topic"),
     Route("/topic/controls", _show_preview, Role.OPERATOR),
     Route("/topic/controls", _write, Role.OPERATOR, "POST", page="/topic/controls"),
+    Route("/topic/probe", _probe, Role.OPERATOR, "POST", page="/topic"),
     Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
     Route("/topic/forget", _forget, Role.OPERATOR, "POST", page="/topic"),
     *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", page="/topic") for name in SWITCHES),

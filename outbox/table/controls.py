@@ -7,6 +7,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,10 +101,12 @@ class TopicControls:
         "--dead-after", Bounds(float, 0, 365 * 86_400), "not dead before {:,.15g} s",
         "A task does not become dead before this age if its topic is missing or refuses messages.",
     )  # fmt: skip
+    #: When an operator asked for a probe of an open circuit. It is no control, so no file and no record has it.
+    probe_requested_at: datetime | None = None
 
 
 NO_CONTROLS = TopicControls()
-FIELDS = tuple(field.name for field in dataclasses.fields(TopicControls))
+FIELDS = tuple(field.name for field in dataclasses.fields(TopicControls) if field.name != "probe_requested_at")
 #: The fields that have a value. `paused` is a switch.
 VALUES: dict[str, Value] = {
     field.name: field.metadata["value"] for field in dataclasses.fields(TopicControls) if field.metadata
@@ -114,7 +117,7 @@ LIMITS = ("rate_per_second", "burst", "max_in_flight")
 POLICY = ("max_attempts", "backoff_initial_seconds", "backoff_max_seconds", "dead_after_seconds")
 
 TABLE = "AsynchronousTaskTopics"
-COLUMNS = ("Topic", *(name.title().replace("_", "") for name in FIELDS))
+COLUMNS = ("Topic", *(name.title().replace("_", "") for name in (*FIELDS, "probe_requested_at")))
 #: The topic controls. Reads a whole small table, with one row for each topic that has any.
 CONTROLS = f"SELECT {', '.join(COLUMNS)} FROM {TABLE}"  # noqa: S608 - constants
 

@@ -56,8 +56,9 @@ class Topics:
         if now.paused != before.paused:
             what = "paused" if now.paused else "resumed"
             log.info("Topic %s is %s", topic, what, extra={"action": what})
-            if not now.paused:
-                self._circuits.probe_now(topic)
+        is_asked = now.probe_requested_at not in (None, before.probe_requested_at)
+        if is_asked or (before.paused and not now.paused):
+            self._circuits.probe_now(topic)
         if (limits := stated(now, LIMITS)) != stated(before, LIMITS):
             text = ", ".join(limits) or "no limit"
             log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})

@@ -30,7 +30,8 @@ CREATE TABLE AsynchronousTaskTopics (
   MaxAttempts           INT64,
   BackoffInitialSeconds FLOAT64,
   BackoffMaxSeconds     FLOAT64,
-  DeadAfterSeconds      FLOAT64
+  DeadAfterSeconds      FLOAT64,
+  ProbeRequestedAt      TIMESTAMP
 ) PRIMARY KEY (Topic);
 
 CREATE TABLE AsynchronousTaskWorkers (

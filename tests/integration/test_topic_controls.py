@@ -8,23 +8,26 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 from urllib.parse import urlencode
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet
 from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
 
 import outbox
 from outbox.admin import operations, topics
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
+from outbox.console.readings import Shared
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
 from tests.integration.test_console_pages import browser, text
 from tests.support.commands import Commands
-from tests.support.console import SAME
+from tests.support.console import SAME, form_of
 from tests.support.pubsub import PubSub
 from tests.support.spanner import PROJECT
 
@@ -68,8 +71,8 @@ def recorded(database: Database) -> tuple[str, Any]:
     return latest.operation, json.loads(latest.selection)
 
 
-def by_function(_emulators: Emulators, database: Database, topic: str, change: Change) -> str:
-    table = TaskTable(database)
+def by_function(_command: Commands, caller: TestClient, topic: str, change: Change) -> str:
+    table = caller.app.console.table  # type: ignore[attr-defined]  # an ASGI callable
     try:
         values = {
             NAMES[name]: None if value is None else VALUES[NAMES[name]].kind.value(value, name)
@@ -82,20 +85,16 @@ def by_function(_emulators: Emulators, database: Database, topic: str, change: C
     return ""
 
 
-def by_command(emulators: Emulators, database: Database, topic: str, change: Change) -> str:
+def by_command(command: Commands, _caller: TestClient, topic: str, change: Change) -> str:
     words = [name if value is None else f"--{name}={value}" for name, value in change.items()]
     verb = "unset" if None in change.values() else "set"
-    dry, done = (
-        Commands(emulators, database).here("topics", verb, topic, *words, "--reason=why", *more)
-        for more in (["--dry-run"], [])
-    )
+    dry, done = (command.here("topics", verb, topic, *words, "--reason=why", *more) for more in (["--dry-run"], []))
     assert dry.code == done.code
     assert done.code in {0, 1, 2}
     return done.stderr if done.code else ""
 
 
-def by_page(_emulators: Emulators, database: Database, topic: str, change: Change) -> str:
-    caller = browser(database)
+def by_page(_command: Commands, caller: TestClient, topic: str, change: Change) -> str:
     form = urlencode([("unset", name) if value is None else (name, value) for name, value in change.items()])
     asked = caller.post(f"/topic/ask?name={topic}", headers=SAME, content=form)
     if asked.status_code != 303:
@@ -144,15 +143,16 @@ CASES: dict[str, tuple[dict[str, Controls], Change, Controls | str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("adapter", [by_function, by_command, by_page])
+@pytest.mark.parametrize("adapter", [by_function, pytest.param(by_command, marks=pytest.mark.extended), by_page])
 def test_a_change_writes_the_row_and_its_record_or_nothing(
     emulators: Emulators, database: Database, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch,
-    adapter: Callable[[Emulators, Database, str, Change], str],
+    adapter: Callable[[Commands, TestClient, str, Change], str],
 ) -> None:  # fmt: skip
     """The topics `orders` and `orders-v2` of the cases have other names here, because they exist in Pub/Sub."""
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
+    monkeypatch.setattr(Shared, "forget", mock.Mock())
     ids = {name: pubsub.new_topic().rpartition("/")[2] for name in ("orders", "orders-v2")}
-    topic = ids["orders"]
+    topic, ways = ids["orders"], (Commands(emulators, database), browser(database))
 
     def real(value: Any) -> Any:
         """Replace the names in a text, or in the route of a row."""
@@ -164,7 +164,7 @@ def test_a_change_writes_the_row_and_its_record_or_nothing(
     for name, (before, change, expected) in CASES.items():
         write(database, {real(each): real(row) for each, row in before.items()})
         had, count = rows(database), len(operations.latest(TaskTable(database), 100))
-        refusal = adapter(emulators, database, topic, {flag: real(value) for flag, value in change.items()})
+        refusal = adapter(*ways, topic, {flag: real(value) for flag, value in change.items()})
         if isinstance(expected, str):
             assert real(expected) in refusal, name
             assert (rows(database), len(operations.latest(TaskTable(database), 100))) == (had, count), name
@@ -177,6 +177,31 @@ def test_a_change_writes_the_row_and_its_record_or_nothing(
             if getattr(before_it, field, None) != value
         }
         assert recorded(database) == ("controls", {"topics": {topic: differing}}), name
+
+
+def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: Command, tmp_path: Path) -> None:
+    """The page offers it while a circuit is open. A file does not have it, and leaves it."""
+    have(database, "orders")
+    assert command("topics probe orders")[:2] == (0, "")
+    first = rows(database)["orders"].probe_requested_at
+    caller = browser(database)
+    assert "Probe now" not in caller.get("/topic?name=orders").text
+    info = {"version": "1", "circuits": [{"topic": "orders", "reason": "not_found", "error": "404"}]}
+    with database.batch() as batch:
+        columns = ("WorkerId", "SeenAt", "StartedAt", "Info")
+        batch.insert("AsynchronousTaskWorkers", columns, [("w", COMMIT_TIMESTAMP, first, JsonObject(info))])
+    page = browser(database).get("/topic?name=orders").text
+    assert caller.post(form_of(page, "/topic/probe"), headers=SAME, content="reason=why").status_code == 303
+    second = rows(database)["orders"].probe_requested_at
+    assert first
+    assert second
+    assert first < second
+    assert recorded(database) == ("probe", {"topics": {"orders": {}}})
+    assert json.loads(command("topics export")[1]) == {"topics": {"orders": {"paused": False}}}
+    file = tmp_path / "topics.json"
+    file.write_text('{"topics": {"orders": {"max_in_flight": 5}}}')
+    assert command(f"topics apply {file}")[0] == 0
+    assert rows(database) == {"orders": Controls(max_in_flight=5, probe_requested_at=second)}
 
 
 @pytest.mark.emulator_only("another transaction has its one lock")

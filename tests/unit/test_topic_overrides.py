@@ -1,7 +1,8 @@
 """Routes and retry policies of topics: where a batch publishes, and how its failures are recorded; on the fakes."""
 
+import dataclasses
 import math
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 
@@ -44,6 +45,20 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     assert bench.publisher.ids() == ["a"]
 
 
+def test_a_probe_that_is_asked_for_closes_the_circuit_before_its_time(bench: Bench) -> None:
+    known = {*bench.publisher.topics}
+    bench.publisher.topics.clear()
+    bench.insert("a")
+    assert bench.turns()[-1].seconds_to_controls == CONTROLS_SECONDS
+    bench.publisher.topics |= known
+    bench.relay.turn()
+    assert bench.publisher.ids() == []
+    bench.store.control("orders", probe_requested_at=bench.store.now)
+    bench.relay.turn()  # reads the topic controls
+    bench.turns()
+    assert bench.publisher.ids() == ["a"]
+
+
 def test_each_change_of_a_route_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "publishworker")
     found = topics(orders=TopicControls(publish_to="orders-1"))
@@ -52,17 +67,29 @@ def test_each_change_of_a_route_is_logged_once(caplog: pytest.LogCaptureFixture)
     assert caplog.messages == [f"Messages of topic orders go to {name}" for name in ("orders-1", "orders-2", "orders")]
 
 
-def test_the_end_of_a_pause_makes_a_probe_due() -> None:
+ASKED, AGAIN = (TopicControls(probe_requested_at=datetime(2026, 11, 28, hour, tzinfo=UTC)) for hour in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "is_due"),
+    [
+        (NO_CONTROLS, [TopicControls(paused=True), NO_CONTROLS], True),
+        (NO_CONTROLS, [ASKED], True),
+        (ASKED, [AGAIN], True),
+        (ASKED, [dataclasses.replace(ASKED, max_attempts=3)], False),
+        (ASKED, [NO_CONTROLS], False),
+    ],
+)
+def test_the_end_of_a_pause_and_a_request_make_a_probe_due(
+    before: TopicControls, changes: list[TopicControls], *, is_due: bool
+) -> None:
     """So an operator who has repaired a topic does not wait for the next probe. It is a probe, not a whole batch."""
-    found = topics()
+    found = topics(orders=before)
     for _ in range(9):
-        found.apply({}, 1)
         found.observe(Delivered(found.permit(claim()), answers={"a": NOT_FOUND}))
-    found.apply({}, 1)
-    assert found.unavailable == {"orders"}
-    found.apply({"orders": TopicControls(paused=True)}, 1)
-    found.apply({}, 1)
-    assert found.unavailable == frozenset()
+    for each in (before, *changes):
+        found.apply({"orders": each}, 1)
+    assert found.unavailable == (frozenset() if is_due else {"orders"})
     assert [*found.circuit_states()] == ["orders"]
     assert found.admit([])[1] == {"orders": TARGET_PROBE_TASKS}
 
