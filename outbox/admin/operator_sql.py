@@ -229,12 +229,17 @@ def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
     ]
 
 
-def listed_unsent(states: Collection[str], columns: str, names: Collection[str], *, newest: bool) -> str:
+def listed_unsent(
+    states: Collection[str], columns: str, names: Collection[str], *, newest: bool, attempts: bool = False
+) -> str:
     """Return the statement for state and `columns` of the next @limit tasks by CreatedAt and Id, at @now.
+
+    With `attempts`, those with most failed attempts come first.
 
     The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
     """
     direction = " DESC" if newest else ""
+    first = "Attempts DESC, " if attempts else ""
     more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
     narrowing = [column for name, column in more.items() if name in names]
     compared_columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
@@ -242,7 +247,7 @@ def listed_unsent(states: Collection[str], columns: str, names: Collection[str],
     union = "\nUNION ALL".join(
         f"""
   SELECT '{state}' AS in_state, task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id, CreatedAt FROM (
+    SELECT AS STRUCT Id, CreatedAt, Attempts FROM (
       SELECT {compared_columns} FROM {_index(names)[0]} WHERE {rows} LIMIT @ceiling)
     WHERE {condition})) AS task"""
         for state in states
@@ -253,7 +258,7 @@ def listed_unsent(states: Collection[str], columns: str, names: Collection[str],
 SELECT in_state, {columns} FROM (
   SELECT in_state, Id AS found FROM ({union})
   WHERE {_beyond("CreatedAt", newest=newest)}
-  ORDER BY CreatedAt{direction}, Id{direction} LIMIT @limit)
+  ORDER BY {first}CreatedAt{direction}, Id{direction} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found""")
 
 

@@ -99,19 +99,26 @@ def find(
     newest: bool = False,
     after: str | None = None,
     limit: int = 100,
+    attempts: bool = False,
 ) -> Page:
     """Return the oldest, or newest, tasks of some states: by SentAt, CancelledAt, or CreatedAt of unsent tasks.
 
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
-    keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`.
+    keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`. With
+    `attempts`, the unsent tasks with most failed attempts are the only page.
 
     Raises NotReached, and SettingError if the cursor is not from a page in this order.
     """
+    if attempts and (after or not {*states} <= {*UNSENT}):
+        raise SettingError("only unsent tasks can be sorted by their attempts, on one page. Leave out --attempts")
     position, at = _position(after, newest=newest), table.now()
-    reader = _Reader(table, selection, position, newest, limit + 1, at)
+    reader = _Reader(table, selection, position, newest, limit + 1, at, attempts)
     unsent = [state for state in UNSENT if state in states]
     tasks, whole = reader.unsent(unsent) if unsent else ([], True)
     tasks += [task for state in ("sent", CANCELLED) if state in states for task in reader.sent(state)]
+    if attempts:
+        tasks = sorted(tasks, key=lambda task: (-task.columns["Attempts"], _place(task)))
+        return Page(tasks[:limit], at, None, whole)
     tasks = sorted(tasks, key=_place, reverse=newest)
     page = tasks[:limit]
     return Page(
@@ -170,6 +177,7 @@ class _Reader:
     newest: bool
     limit: int
     at: datetime
+    attempts: bool = False
 
     def unsent(self, states: Sequence[str]) -> tuple[list[Task], bool]:
         """Return tasks, and whether all tasks of the states were compared."""
@@ -186,7 +194,8 @@ class _Reader:
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
         """Return unsent tasks, of which at most `ceiling` of a shard, topic and state are compared."""
         names = self.selection.names
-        statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, newest=self.newest)
+        order = {"newest": self.newest, "attempts": self.attempts}
+        statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, **order)
         return self._tasks(statement, self.selection.values | {"topics": topics, "ceiling": ceiling})
 
     def sent(self, state: str = "sent") -> list[Task]:

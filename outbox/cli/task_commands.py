@@ -65,6 +65,8 @@ def add(commands: Any) -> None:
     text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone."
     order.add_argument("--newest", action="store_true", default=None, help=text)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
+    text = "Print the unsent tasks with most failed attempts, without a next page."
+    order.add_argument("--attempts", action="store_true", help=text)
     flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
     text = f"Max tasks: {flags.LIMIT.allowed} (default 100)"
     flags.add(listing, "--limit", flags.LIMIT, text, metavar="N", default=100)
@@ -86,7 +88,8 @@ def run_list(options: argparse.Namespace) -> int:
     task_table, states = flags.open_table(options), options.states or UNSENT
     selection = flags.selection(options, task_table.now())
     newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
-    page = admin.tasks.find(task_table, states, selection, newest=newest, after=options.after, limit=options.limit)
+    more = {"after": options.after, "limit": options.limit, "attempts": options.attempts}
+    page = admin.tasks.find(task_table, states, selection, newest=newest, **more)
     if options.json:
         for task in page.tasks:
             say(as_json(_fields(task)))

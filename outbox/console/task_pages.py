@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from opentelemetry.trace import format_trace_id
@@ -23,6 +24,10 @@ from outbox.table.states import CANCELLED, is_dead
 
 #: Tasks on one page, and max results of each kind of a search.
 PAGE, RESULTS = 50, 20
+#: The orders of a list, and those of tasks that were sent or cancelled.
+ORDERS = ("newest", "oldest", "attempts")
+#: How old a sent task is at most in a list that follows them. So the list reads a bounded part of the table.
+FOLLOWED = timedelta(minutes=10)
 #: The state that a person looks for who names none.
 DEFAULT_STATE = "dead"
 #: Unsent tasks of an ordering key that are read to find the place of one of them.
@@ -46,8 +51,13 @@ def show(visit: Visit) -> Response:
 def _show(visit: Visit, selection: TaskSelection | None) -> Response:
     query = visit.query
     state = (selection and selection.state) or DEFAULT_STATE
-    order = "oldest" if query.get("order") == "oldest" else "newest"
-    page, command = selection and _page(visit, selection, state, newest=order == "newest"), None
+    orders = ORDERS[:2] if state in OUT_OF_KEY else ORDERS
+    order = next((each for each in orders if each == query.get("order")), "newest")
+    is_followed = state == "sent" and order == "newest" and bool(query.get("follow"))
+    if selection and is_followed:
+        since = visit.console.table.now() - FOLLOWED
+        selection = dataclasses.replace(selection, since=max(since, selection.since or since), until=None)
+    page, command = selection and _page(visit, selection, state, order), None
     if selection:
         shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
         command = selections.command(visit, "list", shown, **{order: True, "limit": PAGE})
@@ -57,19 +67,23 @@ def _show(visit: Visit, selection: TaskSelection | None) -> Response:
         page=page,
         state=state,
         order=order,
+        orders=orders,
+        is_followed=is_followed,
         filters={name: query[name] for name in selections.FILTERS if query.get(name)},
         actions=[each for each in ACTIONS if state in each.states],
         command=command,
     )
 
 
-def _page(visit: Visit, selection: TaskSelection, state: str, *, newest: bool) -> Page:
+def _page(visit: Visit, selection: TaskSelection, state: str, order: str) -> Page:
     """Return the page after a cursor, or the one before it, which is read in the other order."""
-    query, table, selection = visit.query, visit.console.table, dataclasses.replace(selection, include_expired=True)
-    if not (before := query.get("before")):
-        after = query.get("after") or None
-        return admin.tasks.find(table, [state], selection, newest=newest, after=after, limit=PAGE)
-    page = admin.tasks.find(table, [state], selection, newest=not newest, after=before, limit=PAGE)
+    selection, newest = dataclasses.replace(selection, include_expired=True), order != "oldest"
+    find = partial(admin.tasks.find, visit.console.table, [state], selection, limit=PAGE)
+    if order == "attempts":
+        return find(attempts=True)
+    if not (before := visit.query.get("before")):
+        return find(newest=newest, after=visit.query.get("after") or None)
+    page = find(newest=not newest, after=before)
     # In the other order, the next page is the one before, and there is always one behind.
     return dataclasses.replace(page, tasks=page.tasks[::-1], previous=page.next, next=page.previous)
 

@@ -34,6 +34,7 @@ BOUNDED = (
     "/tasks/retry?id=head&id=keyed", "/tasks/cancel?id=head", "/tasks/purge?id=sent0",
     *(f"/tasks?state={state}" for state in STATES),
     *(f"/tasks?state={state}&{more}" for state in STATES[:-1] for more in FILTERS), "/tasks?state=sent&order=oldest",
+    "/tasks?state=sent&follow=1", "/tasks?state=dead&order=attempts",
 )  # fmt: skip
 #: They read all tasks that match: the person must see the exact number before an action.
 EXACT = (

@@ -1,10 +1,8 @@
 """The console's pages of tasks and operations, with Starlette's client and the emulator."""
 
 import html
-import itertools
 import re
-import threading
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -19,11 +17,11 @@ from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
 from outbox.console import readings, running, task_pages
 from outbox.console.roles import Role, Roles
-from outbox.errors import NotReached
 from outbox.table.states import NEVER
 from tests.support.console import SAME, begun, console, finished, form_of
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, PAST, insert, row, rows_of, update
+from tests.support.outage import Outage
 from tests.support.pubsub import PubSub
 from tests.support.waiting import eventually
 
@@ -158,26 +156,6 @@ def test_the_first_page_offers_to_continue_what_another_console_has_left(databas
     assert f'href="/operation?id={id}">Continue or stop it' in page
 
 
-class Outage:
-    """Requests fail while `away` is set. It is set before the transaction with the number `begins_with`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, begins_with: int = 0) -> None:
-        self.away, self.begins_with = threading.Event(), begins_with
-        self._numbers = itertools.count(1)
-        for name in ("query", "read", "transact"):
-            monkeypatch.setattr(TaskTable, name, self._failing(name, getattr(TaskTable, name)))
-
-    def _failing(self, name: str, original: Any) -> Any:
-        def request(table: TaskTable, *arguments: Any, **more: Any) -> Any:
-            if name == "transact" and next(self._numbers) == self.begins_with:
-                self.away.set()
-            if self.away.is_set():
-                raise NotReached("Spanner did not answer: a test")
-            return original(table, *arguments, **more)
-
-        return request
-
-
 def test_an_operation_goes_on_when_spanner_is_back(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
@@ -253,6 +231,22 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
     assert "sent" in re.findall(
         r'name="exact" value="id=(\w+)"', jane.get("/tasks?state=sent&since=2026-01-01T00:00:00Z").text
     )
+
+
+def test_sent_tasks_are_followed_and_dead_ones_sorted_by_attempts(database: Database, jane: TestClient) -> None:
+    """Followed tasks cannot be selected, because the list changes while a person looks. It has the last minutes."""
+    now = datetime.now(UTC) - timedelta(seconds=1)
+    sent = {"new": now - timedelta(seconds=9), "newer": now, "old": now - timedelta(minutes=11)}
+    insert(database, [row(id, SentAt=at) for id, at in sent.items()])
+    [link] = re.findall(r'href="([^"]+)">Follow sent tasks', jane.get("/tasks?state=sent&topic=orders").text)
+    page = jane.get(html.unescape(link)).text
+    assert re.findall(r'href="/task\?id=(\w+)"', page) == ["newer", "new"]
+    assert "Select newer" not in page
+    assert "data-still" not in page
+    insert(database, [row(f"a{n}", **DEAD | {"Attempts": n}) for n in (1, 3, 2)])
+    page = jane.get("/tasks?state=dead&order=attempts").text
+    assert re.findall(r'value="id=(\w+)"', page) == ["a3", "a2", "a1"]
+    assert 'value="attempts"' not in jane.get("/tasks?state=sent&order=attempts").text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from urllib.parse import unquote_plus, urlencode
 
 import pytest
 from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
 
 from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
@@ -18,7 +19,7 @@ from outbox.admin.flags import TEXT
 from outbox.admin.table import TaskTable
 from outbox.base.times import shown
 from outbox.base.values import MAX_ID_CHARACTERS
-from outbox.console import selections
+from outbox.console import readings, selections
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.reading import Position, SentTasks
@@ -80,6 +81,16 @@ def test_a_list_is_sorted_by_time(database: Database, table: TaskTable, state: s
     assert list(paged(table, state, limit=5)) == order
     assert list(paged(table, state, limit=5, newest=True)) == order[::-1]
     assert list(paged(table, state, limit=3, topic="b")) == order[1::2]
+
+
+def test_tasks_with_most_attempts_come_first(database: Database, table: TaskTable) -> None:
+    """On one page, whose tasks have no place that they keep. Sent tasks have no such order."""
+    insert(database, [row(str(n), AvailableAt=NEVER, Attempts=(3, 9, 0, 12, 5)[n]) for n in range(5)])
+    page = tasks.find(table, ["dead"], limit=3, attempts=True)
+    assert ([task.columns["Id"] for task in page.tasks], page.next, page.whole) == (["3", "1", "4"], None, True)
+    for states, after in ((["sent"], None), (["dead"], "x")):
+        with pytest.raises(SettingError, match="only unsent tasks can be sorted by their attempts"):
+            tasks.find(table, states, after=after, attempts=True)
 
 
 @pytest.mark.parametrize("newest", [False, True])
@@ -190,12 +201,13 @@ SELECTED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-def by_function(_: Emulators, _database: Database, table: TaskTable, selection: TaskSelection) -> list[str]:
+def by_function(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
+    table = caller.app.console.table  # type: ignore[attr-defined]  # an ASGI callable
     page = tasks.find(table, [str(selection.state)], selection)
     return [task.columns["Id"] for task in page.tasks]
 
 
-def by_command(emulators: Emulators, database: Database, _: TaskTable, selection: TaskSelection) -> list[str] | None:
+def by_command(command: Commands, _caller: TestClient, selection: TaskSelection) -> list[str] | None:
     """Return None if no flag selects these tasks."""
     if selection.ordering_key or selection.id_prefix:
         return None
@@ -203,21 +215,25 @@ def by_command(emulators: Emulators, database: Database, _: TaskTable, selection
     words = [
         f"--{name}={shown(value) if name in ('since', 'until') else value}" for name, value in given.items() if value
     ]
-    found = Commands(emulators, database).objects("list", "--json", "--oldest", *words)
+    found = command.objects("list", "--json", "--oldest", *words)
     return [task["id"] for task in found]
 
 
-def by_page(_: Emulators, database: Database, _table: TaskTable, selection: TaskSelection) -> list[str]:
+def by_page(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
     query = {name: value for name, value in selections.address(selection).items() if value}
-    page = console(database).get(f"/tasks?{urlencode(query | {'state': selection.state, 'order': 'oldest'})}").text
+    page = caller.get(f"/tasks?{urlencode(query | {'state': selection.state, 'order': 'oldest'})}").text
     return [unquote_plus(id) for id in re.findall(r'name="exact" value="id=([^"]+)"', page)]
 
 
-@pytest.mark.parametrize("way", [by_function, by_command, by_page])
+@pytest.mark.parametrize("way", [by_function, pytest.param(by_command, marks=pytest.mark.extended), by_page])
 def test_a_list_has_the_selected_tasks_in_their_order(
-    emulators: Emulators, database: Database, table: TaskTable, way: Callable[..., list[str] | None]
+    emulators: Emulators,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Callable[[Commands, TestClient, TaskSelection], list[str] | None],
 ):
     """`since` is inclusive and `until` exclusive, of SentAt for sent tasks. No character of an error is a pattern."""
+    monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
     for state in ("pending", "dead", "sent"):
         columns, time = OF_STATES[state][0], "SentAt" if state == "sent" else "CreatedAt"
         rows = [(f"{state}-{name}", columns | {time: EDGE + delta}) for name, delta in AROUND.items()]
@@ -225,8 +241,9 @@ def test_a_list_has_the_selected_tasks_in_their_order(
     insert(database, [row(name, LastError=error, AvailableAt=NEVER, Topic="errors") for name, error in ERRORS.items()])
     insert(database, [row("aa", OrderingKey="k"), row("ab", OrderingKey="K"), row("b", OrderingKey="k")])
     insert(database, [row("a%", SentAt=PAST)])
+    ways = (Commands(emulators, database), console(database))
     for state, narrowed, ids in SELECTED:
-        found = way(emulators, database, table, TaskSelection(state=state, **narrowed))
+        found = way(*ways, TaskSelection(state=state, **narrowed))
         assert found in (ids, None), (state, narrowed)
 
 
