@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
+import anyio
 import pytest
 from google.cloud.spanner_v1.database import Database
 from playwright.sync_api import Browser, expect
 from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outbox import admin
 from outbox.admin.table import TaskTable
+from outbox.console.access import HEADERS
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
 from tests.support.browser import (
@@ -254,6 +257,42 @@ def test_a_person_sees_that_another_page_answers(database: Database, browser: Br
         page.get_by_role("button", name="Pause").click()
         expect(page.get_by_role("button", name="Resume")).to_be_visible()
     assert [each.reason for each in admin.operations.latest(table, 5)] == ["why"]
+
+
+async def silent(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    """Answer nothing for longer than a page waits."""
+    await anyio.sleep(2)
+
+
+#: Lets a page wait for half a second instead of 20.
+IMPATIENT = "const timeout = AbortSignal.timeout.bind(AbortSignal); AbortSignal.timeout = () => timeout(500)"
+
+
+@pytest.mark.extended
+def test_the_page_says_why_a_request_failed(database: Database, browser: Browser) -> None:
+    """After a timeout, a refusal by a proxy, one by the console, and without a network."""
+    failures: list[tuple[ASGIApp, str]] = [
+        (silent, "The console did not answer."),
+        (HTMLResponse("denied", 403), "Another page answered instead of the console"),
+        (HTMLResponse("<h1>This needs the role viewer</h1>", 403, HEADERS), "This needs the role viewer."),
+    ]
+    ask = "document.dispatchEvent(new Event('visibilitychange'))"
+    with gated_console(opened(database)) as gate, tab(browser, gate.address, failures=True) as page:
+        page.add_init_script(IMPATIENT)
+        page.goto("/topic?name=orders")
+        stale = page.locator("#stale")
+        for closed, sentence in failures:
+            gate.closed = closed
+            page.evaluate(ask)
+            expect(stale).to_contain_text(sentence)
+            page.get_by_role("button", name="Pause").click()
+            expect(page.locator("form .unsent")).to_contain_text(sentence)
+            gate.closed = None
+            page.evaluate(ask)
+            expect(stale).to_be_hidden()
+        page.route("**/*", lambda route: route.abort())
+        page.evaluate(ask)
+        expect(stale).to_contain_text("The console did not answer.")
 
 
 @pytest.mark.extended

@@ -4,6 +4,7 @@ import html
 import re
 from datetime import UTC, datetime
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1 import JsonObject
@@ -12,6 +13,7 @@ from starlette.testclient import TestClient
 
 from outbox import admin, console
 from outbox.admin.table import TaskTable
+from outbox.console import readings
 from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
@@ -69,16 +71,20 @@ def test_hostile_rows_are_shown_as_text(database: Database) -> None:
         assert not re.search("<script>alert|<img", filtered)
         of_task = [("/task", id), ("/tasks/retry", id), ("/tasks/cancel", id)]
         of_topic = [("/topic", {"name": hostile}), ("/search", {"q": hostile})]
-        for path, query in [*of_task, *of_topic, ("/tasks", {"state": "dead"}), ("/", {}), ("/blocked", {})]:
-            answer = caller.get(path, params=query)
-            assert answer.status_code == 200, (path, hostile)
-            assert "<script>alert" not in answer.text
-            assert "<img" not in answer.text
-            assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", answer.text)
-        assert escaped(hostile) in text(caller.get("/topic", params={"name": hostile}).text)
-        # The link of the overview leads to the topic itself.
-        links = [html.unescape(each) for each in re.findall(r'href="(/topic\?[^"]*)"', caller.get("/").text)]
-        assert sum("Resume" in caller.get(link).text for link in links) == len(links)
+        pages = {path: shown_as_text(caller, path, query) for path, query in [*of_task, *of_topic]}
+        assert escaped(hostile) in text(pages["/topic"])
+    shown_as_text(caller, "/tasks", {"state": "dead"})
+    shown_as_text(caller, "/blocked", {})
+    # The link of the overview leads to the topic itself.
+    links = [html.unescape(each) for each in re.findall(r'href="(/topic\?[^"]*)"', shown_as_text(caller, "/", {}))]
+    assert {"Resume" in caller.get(link).text for link in links} == {True}
+
+
+def shown_as_text(caller: TestClient, path: str, query: dict[str, str]) -> str:
+    answer = caller.get(path, params=query)
+    assert answer.status_code == 200, (path, query)
+    assert not re.search(r"<script>alert|<img|[\x00-\x09\x0b-\x1f\u202e]", answer.text)
+    return answer.text
 
 
 #: Selections and Infos that no program of this project writes.
@@ -98,7 +104,7 @@ WRONG_INFOS = (
 FIRST, LAST = datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
-def test_a_malformed_row_of_another_table_breaks_no_page(database: Database) -> None:
+def test_a_malformed_row_of_another_table_breaks_no_page(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any program may write these columns. Each page shows what it can."""
     insert(database, [row("a"), row("dead", AvailableAt=NEVER, LastError="x"), row("sent", SentAt=CREATED)])
     with database.batch() as batch:
@@ -108,11 +114,12 @@ def test_a_malformed_row_of_another_table_breaks_no_page(database: Database) -> 
             for number, (selection, name, time) in enumerate(
                 (selection, name, time)
                 for selection in WRONG_SELECTIONS
-                for name in ("retry", "\x00 odd")
-                for time in (PAST, FIRST)
+                for name, time in (("retry", PAST), ("\x00 odd", FIRST))
             )
         ]
         batch.insert("AsynchronousTaskOperations", columns, rows)
+    monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
+    monkeypatch.setattr(readings.Shared, "forget", mock.Mock())
     caller = browser(database)
     for path in ("/", "/operations", "/task?id=a", "/task?id=dead", "/task?id=sent", "/tasks/retry?id=dead"):
         answer = caller.get(path)

@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 from google.cloud.spanner_v1.database import Database
 from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, expect, sync_playwright
-from starlette.responses import HTMLResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import HTMLResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outbox.console import application
 from outbox.console.access import Access
@@ -70,7 +70,7 @@ class Gate:
 
     console: Access
     address: str
-    closed: Response | None = None
+    closed: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         login = HTMLResponse("<h1>Please sign in</h1>") if scope.get("path") == "/login" else None
