@@ -16,11 +16,11 @@ from outbox.program.terminal import as_json, say
 from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume and
-controls of topics, reshard, replay of the pipeline, stop and continue of an operation, and
-view of a message in the console. Each line has the account, the reason, the selection and
-the number of changed tasks. A change without FINISHED is still running, or ended early. A
-filter is compared with about the last 16,000 changes.
+List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume,
+probe and controls of topics, reshard, replay of the pipeline, stop and continue of an
+operation, and view of a message in the console. Each line has the account, the reason, the
+selection and the number of changed tasks. A change without FINISHED is still running, or
+ended early. A filter is compared with about the last 16,000 changes.
 
     outbox operations --project my-project --instance main --database shop
     outbox operations --operation cancel --topic orders --principal jane ..."""

@@ -54,11 +54,12 @@ def _show(visit: Visit, selection: TaskSelection | None) -> Response:
     orders = ORDERS[:2] if state in OUT_OF_KEY else ORDERS
     order = next((each for each in orders if each == query.get("order")), "newest")
     is_followed = state == "sent" and order == "newest" and bool(query.get("follow"))
-    if selection and is_followed:
-        since = visit.console.table.now() - FOLLOWED
-        selection = dataclasses.replace(selection, since=max(since, selection.since or since), until=None)
-    page, command = selection and _page(visit, selection, state, order), None
+    page = command = None
     if selection:
+        if is_followed:
+            since = visit.console.table.now() - FOLLOWED
+            selection = dataclasses.replace(selection, since=max(since, selection.since or since), until=None)
+        page = _page(visit, selection, state, order)
         shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
         command = selections.command(visit, "list", shown, **{order: True, "limit": PAGE})
     return render(

@@ -1,7 +1,7 @@
 """One topic: its tasks by state, its circuit, and its controls with the forms that change them."""
 
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from starlette.datastructures import QueryParams
@@ -9,11 +9,9 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox import admin
 from outbox.admin.operations import Operation
-from outbox.base.times import shown
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.program.settings import MOMENT
 from outbox.table.controls import NAMES, VALUES, described
 
 #: A worker reads the topic controls at least this often.
@@ -24,15 +22,9 @@ SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"paused": True}, "resume": {
 
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
-    written = _written(visit.query.get("written", ""))
-    more = {
-        "described": described,
-        "fields": NAMES,
-        "values": VALUES,
-        "within": APPLIED_WITHIN,
-        "changed": _last_change(visit, _topic(visit)),
-    }
-    return render(visit, "topic", topic=_topic(visit), written=written, **more)
+    topic = _topic(visit)
+    more = {"described": described, "fields": NAMES, "values": VALUES, "within": APPLIED_WITHIN}
+    return render(visit, "topic", topic=topic, changed=_last_change(visit, topic), **more)
 
 
 def _last_change(visit: Visit, topic: str) -> Operation | None:
@@ -49,15 +41,6 @@ def _topic(visit: Visit) -> str:
     if "name" not in visit.query:
         raise Refused(404, "The address names no topic", "Open a topic from the overview.")
     return visit.query["name"]
-
-
-def _written(text: str) -> datetime | None:
-    """Return the time in the address after a change."""
-    try:
-        time = MOMENT.parse(text)
-    except ValueError:
-        return None
-    return time if isinstance(time, datetime) else None
 
 
 def _switch(visit: Visit) -> Response:
@@ -121,7 +104,7 @@ def _forget(visit: Visit) -> Response:
 
 
 def _changed(visit: Visit) -> Response:
-    return visit.redirect("/topic", name=_topic(visit), written=shown(visit.console.table.now()))
+    return visit.redirect("/topic", name=_topic(visit))
 
 
 def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], admin.topics.Preview]:

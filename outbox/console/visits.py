@@ -2,7 +2,8 @@
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.console.table`, and has no SQL of its own.
-- What a page fetches again comes from `visit.console.status`, so that all tabs share one read.
+- What a page fetches again comes from `visit.console.status`, so that all tabs share one read. Only sent tasks that a
+  person follows do not.
 - A handler raises Refused, or lets an OutboxError pass. Both become a page. If the route names the page of its form,
   this page is shown again, with what the person typed.
 - A page is a GET with the role VIEWER. What changes or records something is a POST with another role, which `Access`

@@ -28,9 +28,8 @@ NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
 OPERATIONS = "AsynchronousTaskOperations"
 #: The values of its column Operation.
 OPERATION_NAMES = (
-    "retry", "resend", "purge", "cancel", "restore", "stop", "continue", "view", "pause", "resume", "controls",
-    "replay",
-    "reshard",
+    "retry", "resend", "purge", "cancel", "restore", "stop", "continue", "view", "pause", "resume", "probe",
+    "controls", "replay", "reshard",
 )  # fmt: skip
 #: The tasks that operators have cancelled.
 CANCELLED = "AsynchronousTasksCancelled"

@@ -20,8 +20,7 @@ from outbox.program.terminal import escaped
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from tests.support.console import ORIGIN, SAME
-from tests.support.operations import CALLS, CREATED, FUTURE, PAST, insert, opened, pause, row
-from tests.support.spanner import record_requests
+from tests.support.operations import CREATED, FUTURE, PAST, insert, opened, pause, row
 
 #: Texts that a page must show as text: markup, quotes, control characters, and characters that reorder text.
 HOSTILE = (
@@ -252,11 +251,6 @@ def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, 
     assert admin.operations.latest(TaskTable(opened(database)), 1) == []
 
 
-@pytest.mark.parametrize("written", ["", "x", "2h", "0001-01-01T00:00:00+00:00", "9999-12-31T23:59:59Z", "99999999d"])
-def test_an_edited_address_is_no_error(database: Database, written: str) -> None:
-    assert browser(database).get("/topic", params={"name": "orders", "written": written}).status_code == 200
-
-
 def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
     insert(database, [row("order-31-a", OrderingKey="order-31"), row("order-31-b"), row("x", OrderingKey="key")])
     caller = browser(database)
@@ -268,11 +262,3 @@ def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
     assert caller.get("/search?q=orde").text.count("/task?id=") == 2
     assert "None" in text(caller.get("/search?q=ord").text)
     assert "no index contains" in caller.get(f"/search?q={'a' * 32}").text
-
-
-@pytest.fixture
-def recorded(database: Database) -> tuple[TestClient, list[tuple[str, Any]]]:
-    """A console, and its requests to Spanner."""
-    watched = opened(database)
-    requests = record_requests(watched, *CALLS)
-    return TestClient(console.app(watched), base_url=ORIGIN), requests
