@@ -1,6 +1,7 @@
 """The console in a real browser: widths, colors, keys, live update, and what a viewer cannot do."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
@@ -32,7 +33,8 @@ from tests.support.waiting import eventually
 #: The ID of an operation.
 STOPPED = "00000000-0000-4000-8000-000000000001"
 PAGES = (
-    "/", "/topic?name=orders", "/tasks", "/tasks?state=blocked&topic=orders&since=9d", "/tasks/retry?state=dead",
+    "/", "/?topics=1", "/topic?name=orders", "/tasks", "/tasks?state=sent&follow=1", "/tasks?order=attempts",
+    "/tasks?state=blocked&topic=orders&since=9d", "/tasks/retry?state=dead",
     "/tasks/cancel?id=head", "/tasks/resend?topic=orders", "/task?id=b1", "/operations", f"/operation?id={STOPPED}",
     "/blocked", "/workers", "/search?q=orders", f"/search?q={32 * 'a'}", "/search", "/none",
 )  # fmt: skip
@@ -193,6 +195,9 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:
     with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.goto("/tasks?state=sent&follow=1")
+        insert(database, [row("sent", SentAt=datetime.now(UTC) - timedelta(seconds=1))])
+        expect(page.get_by_role("link", name="sent", exact=True)).to_have_count(2)  # the tab of the state, and the task
         page.goto("/topic?name=orders")
         insert(database, [row(f"t{n}") for n in range(7)])
         expect(page.locator("#live")).to_contain_text("7")

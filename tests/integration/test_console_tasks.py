@@ -18,10 +18,9 @@ from outbox.base.schedules import Schedule
 from outbox.console import readings, running, task_pages
 from outbox.console.roles import Role, Roles
 from outbox.table.states import NEVER
-from tests.support.console import SAME, begun, console, finished, form_of
+from tests.support.console import SAME, Outage, begun, console, finished, form_of
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, PAST, insert, row, rows_of, update
-from tests.support.outage import Outage
 from tests.support.pubsub import PubSub
 from tests.support.waiting import eventually
 

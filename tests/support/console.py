@@ -2,12 +2,15 @@
 
 import dataclasses
 import html
+import itertools
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
@@ -23,6 +26,7 @@ from outbox.console.readings import Shared
 from outbox.console.roles import EVERYTHING, Role, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Route, Visit
+from outbox.errors import NotReached
 from tests.support.operations import opened
 from tests.support.waiting import eventually
 
@@ -125,3 +129,23 @@ def finished(table: TaskTable, id: str) -> operations.Operation:
     ended = eventually(find)
     assert ended
     return ended
+
+
+class Outage:
+    """Requests fail while `away` is set. It is set before the transaction with the number `begins_with`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, begins_with: int = 0) -> None:
+        self.away, self.begins_with = threading.Event(), begins_with
+        self._numbers = itertools.count(1)
+        for name in ("query", "read", "transact"):
+            monkeypatch.setattr(TaskTable, name, self._failing(name, getattr(TaskTable, name)))
+
+    def _failing(self, name: str, original: Any) -> Any:
+        def request(table: TaskTable, *arguments: Any, **more: Any) -> Any:
+            if name == "transact" and next(self._numbers) == self.begins_with:
+                self.away.set()
+            if self.away.is_set():
+                raise NotReached("Spanner did not answer: a test")
+            return original(table, *arguments, **more)
+
+        return request
