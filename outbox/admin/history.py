@@ -166,13 +166,10 @@ class History:
     def _samples(self, topic: str | None) -> list[Sample]:
         """Return the backlog of each minute: what a worker has sent, or else what this process has read."""
         sent = [self._backlog(each, topic) for each in self._histories if "pending" in _dict(each, "all")]
-        return [self._sample(place, [each[place] for each in sent], topic) for place in range(MINUTES)]
-
-    def _sample(self, place: int, sent: Iterable[Sample | None], topic: str | None) -> Sample:
-        own = self.samples.get(self.first + place, {})
-        mine = own.get(topic, Sample() if 0 < len(own) <= TOPICS else None)
-        found = [mine] if place == MINUTES - 1 and mine else [*sent, mine]
-        return next(filter(None, found), Sample(None, None, None))
+        rows = [self.samples.get(self.first + place, {}) for place in range(MINUTES)]
+        own = [row.get(topic, Sample() if 0 < len(row) <= TOPICS else None) for row in rows]
+        found = [next(filter(None, each), Sample(None, None, None)) for each in zip(*sent, own, strict=True)]
+        return [*found[:-1], own[-1] or found[-1]]
 
     def _backlog(self, history: Mapping[str, Any], topic: str | None) -> list[Sample | None]:
         """Return the backlog of a topic that a worker has sent. A topic without unsent tasks is not in a minute."""

@@ -4,6 +4,7 @@ A plot is stretched to the width of the page, so paths have no text. One minute 
 """
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,13 +38,25 @@ class Event:
     is_bad: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Frame:
-    """What all charts of a page share: the range, and the events, each group of them with its place in percent."""
+    """What all charts of a page share: the range, and what was done in it."""
 
     history: History
+    operations: Sequence[Operation]
     range: str
-    marks: Sequence[tuple[float, Sequence[Event]]]
+
+    @functools.cached_property
+    def marks(self) -> list[tuple[float, list[Event]]]:
+        """Return the events of the range in groups, each with its place in percent."""
+        groups: list[tuple[float, list[Event]]] = []
+        for event in sorted(_events(self.history, self.operations), key=lambda event: event.time):
+            x = self.x(event.time)
+            if groups and x - groups[-1][0] < 100 * CLOSEST:
+                groups[-1][1].append(event)
+            elif 0 <= x <= 100:
+                groups.append((x, [event]))
+        return groups
 
     @property
     def minutes(self) -> int:
@@ -137,20 +150,6 @@ class Chart:
     @property
     def _top(self) -> float:
         return self._step * max(1, math.ceil(self._most / self._step))
-
-
-def frame(history: History, operations: Sequence[Operation], range: str) -> Frame:
-    """Return what the charts of a page share."""
-    bare = Frame(history, range, ())
-    groups: list[tuple[float, list[Event]]] = []
-    for event in sorted(_events(history, operations), key=lambda event: event.time):
-        if not 0 <= (x := bare.x(event.time)) <= 100:
-            continue
-        if groups and x - groups[-1][0] < 100 * CLOSEST:
-            groups[-1][1].append(event)
-        else:
-            groups.append((x, [event]))
-    return Frame(history, range, groups)
 
 
 def of_topic(frame: Frame, topic: str | None) -> list[Chart]:
