@@ -163,13 +163,22 @@ class History:
         sums = [sum(filter(None, column)) for column in columns] or [0] * MINUTES
         return [number if place in self._complete else None for place, number in enumerate(sums)]
 
+    @functools.cached_property
+    def _counting(self) -> list[int | None]:
+        """Return for each minute the number of the history that has its backlog. Few workers count it."""
+        counted = [self._ring(each, None).get("pending", _NONE) for each in self._histories]
+        return [
+            next((at for at, row in enumerate(counted) if row[place] is not None), None) for place in range(MINUTES)
+        ]
+
     def _samples(self, topic: str | None) -> list[Sample]:
         """Return the backlog of each minute: what a worker has sent, or else what this process has read."""
-        sent = [self._backlog(each, topic) for each in self._histories if "pending" in _dict(each, "all")]
+        sent = {at: self._backlog(self._histories[at], topic) for at in {*self._counting} if at is not None}
         rows = [self.samples.get(self.first + place, {}) for place in range(MINUTES)]
         own = [row.get(topic, Sample() if 0 < len(row) <= TOPICS else None) for row in rows]
-        found = [next(filter(None, each), Sample(None, None, None)) for each in zip(*sent, own, strict=True)]
-        return [*found[:-1], own[-1] or found[-1]]
+        theirs = [None if at is None else sent[at][place] for place, at in enumerate(self._counting)]
+        *past, _ = [each or mine or Sample(None, None, None) for each, mine in zip(theirs, own, strict=True)]
+        return [*past, own[-1] or theirs[-1] or Sample(None, None, None)]
 
     def _backlog(self, history: Mapping[str, Any], topic: str | None) -> list[Sample | None]:
         """Return the backlog of a topic that a worker has sent. A topic without unsent tasks is not in a minute."""
