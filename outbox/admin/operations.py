@@ -172,10 +172,15 @@ def begun(table: TaskTable, id: str, names: Collection[str], read: Callable[[str
 def next_chunk(position: str | None, column: str | None) -> dict[str, Any]:
     """Return where the next chunk begins: in shard 0, or at the position in the row.
 
-    `column` has the shards of a selection without IDs. Raises OutboxError if they were others at the last chunk.
+    `column` has the shards of a selection without IDs. Raises OutboxError if they were others at the last chunk, or if
+    the position is malformed, because any program may write it.
     """
-    found: dict[str, Any] = json.loads(position) if position else {"column": column, "shard": 0}
-    if column and found["column"] != column:
+    try:
+        found: dict[str, Any] = json.loads(position) if position else {"column": column, "shard": 0}
+        is_changed = column and found["column"] != column
+    except (TypeError, ValueError, LookupError) as error:
+        raise OutboxError(f"the row of the operation is malformed: {error!r}. Start a new operation") from None
+    if is_changed:
         raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
     return found
 
