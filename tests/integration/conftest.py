@@ -1,12 +1,18 @@
-"""Fixtures for operators' commands: a table whose every request is checked."""
+"""Fixtures for operators' commands, a table whose every request is checked, and for asyncio."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin.table import TaskTable
+from outbox.devtools.emulators import Emulators
 from tests.support.operations import Watch
+from tests.support.spanner import INSTANCE, PROJECT
 
 
 @pytest.fixture
@@ -20,3 +26,15 @@ def watch(database: Database) -> Iterator[Watch]:
 @pytest.fixture
 def table(watch: Watch) -> TaskTable:
     return watch.table
+
+
+@pytest.fixture
+def run_async(emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run an asynchronous function with the database of an AsyncClient."""
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
+
+    async def main(work: Callable[[Any], Awaitable[Any]]) -> Any:
+        client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+        return await work(await client.instance(INSTANCE).database(database.database_id))
+
+    return lambda work: asyncio.run(main(work))

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from random import Random
@@ -14,8 +14,6 @@ from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted
-from google.auth.credentials import AnonymousCredentials
-from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 
@@ -27,7 +25,6 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.base.values import json_texts
-from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
@@ -39,7 +36,6 @@ from tests.support.fakes import Counted, FakePublisher
 from tests.support.operations import FUTURE, OF_STATES, PAST, changed, insert, line, opened, row, rows_of
 from tests.support.parts import relay_of
 from tests.support.relays import unsent
-from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
 DEAD, DEFERRED = {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "BlockedBy": "head", "Attempts": 2}
@@ -48,9 +44,7 @@ Cancel = Callable[..., list[bool]]
 
 
 @pytest.fixture(params=["spanner", "aio", *STACKS])
-def cancel(
-    request: pytest.FixtureRequest, database: Database, emulators: Emulators, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Cancel]:
+def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callable[..., Any]) -> Iterator[Cancel]:
     """The function of one client or driver."""
     if request.param == "spanner":
         yield lambda *ids: [database.run_in_transaction(outbox.cancel, id) for id in ids]
@@ -59,7 +53,7 @@ def cancel(
         async def work(ours: Any, *ids: str) -> list[bool]:
             return [await ours.run_in_transaction(aio.cancel, id) for id in ids]
 
-        yield lambda *ids: in_async(database, emulators, monkeypatch, lambda ours: work(ours, *ids))
+        yield lambda *ids: run_async(lambda ours: work(ours, *ids))
     else:
         with closing(STACKS[request.param](database)) as stack:
 
@@ -69,22 +63,6 @@ def cancel(
                     return answer
 
             yield lambda *ids: [one(id) for id in ids]
-
-
-def in_async(
-    database: Database,
-    emulators: Emulators,
-    monkeypatch: pytest.MonkeyPatch,
-    work: Callable[[Any], Awaitable[list[bool]]],
-) -> list[bool]:
-    """Run an asynchronous function with the database of an AsyncClient."""
-    monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
-
-    async def main() -> list[bool]:
-        client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-        return await work(await client.instance(INSTANCE).database(database.database_id))
-
-    return asyncio.run(main())
 
 
 def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, database: Database) -> None:
@@ -168,9 +146,7 @@ def test_a_task_of_the_same_transaction_is_not_cancelled(database: Database) -> 
     assert (len(tasks), tasks["id"]["Topic"], tasks["id"]["AvailableAt"], "other" in tasks) == (5, "bills", None, False)
 
 
-def test_concurrent_cancels_of_a_key_release_its_next_task(
-    database: Database, emulators: Emulators, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_cancels_of_a_key_release_its_next_task(database: Database, run_async: Callable[..., Any]) -> None:
     """In one transaction, as its first requests. A task of this transaction is refused here, too."""
     insert(database, line("a", {"AvailableAt": FUTURE}, *[DEFERRED] * 4))
 
@@ -184,7 +160,7 @@ def test_concurrent_cancels_of_a_key_release_its_next_task(
         """While the cancel waits for its read."""
         outbox.register(transaction, "orders", b"", task_id="new")
 
-    first, *others, again = in_async(database, emulators, monkeypatch, lambda ours: ours.run_in_transaction(both))
+    first, *others, again = run_async(lambda ours: ours.run_in_transaction(both))
     assert (others, sorted([first, again])) == ([True, True], [False, True])
     after = rows_of(database)
     assert {id: each["BlockedBy"] for id, each in after.items() if each["OrderingKey"]} == {"a 3": None, "a 4": "head"}

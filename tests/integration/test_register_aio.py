@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 from google.api_core.exceptions import DeadlineExceeded, RetryError
-from google.auth.credentials import AnonymousCredentials
-from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.types import PubsubMessage
@@ -19,38 +17,28 @@ from outbox import aio
 from outbox.devtools.emulators import Emulators
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.proxy import Proxy
-from tests.support.spanner import INSTANCE, PROJECT, query
+from tests.support.spanner import query
 
 #: How often an asyncio task is cancelled, the n-th time after 1.25 ** n steps of its loop.
 MOMENTS = 40
-
-
-@pytest.fixture
-def run(emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run an asynchronous function with the database of an AsyncClient."""
-    monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
-
-    async def main(work: Callable[[Any], Awaitable[Any]]) -> Any:
-        client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-        return await work(await client.instance(INSTANCE).database(database.database_id))
-
-    return lambda work: asyncio.run(main(work))
 
 
 async def once(transaction: Any, task_id: str = "t") -> bool:
     return await aio.register_once(transaction, "orders", b"data", {"a": "b"}, task_id=task_id)
 
 
-def test_register_once_registers_in_the_first_transaction_only(run: Callable[..., Any], database: Database) -> None:
+def test_register_once_registers_in_the_first_transaction_only(
+    run_async: Callable[..., Any], database: Database
+) -> None:
     async def work(asynchronous: Any) -> list[bool]:
         return [await asynchronous.run_in_transaction(once) for _ in range(2)]
 
-    assert run(work) == [True, False]
+    assert run_async(work) == [True, False]
     [task] = assert_registered(database, topic="orders", attributes={"a": "b"})
     assert (task.id, task.message.data) == ("t", b"data")
 
 
-def test_register_and_register_many_work_as_they_are(run: Callable[..., Any], database: Database) -> None:
+def test_register_and_register_many_work_as_they_are(run_async: Callable[..., Any], database: Database) -> None:
     """In a transaction and in a batch; and `register_once` knows what the same transaction has registered."""
 
     async def in_transaction(transaction: Any) -> list[bool]:
@@ -65,22 +53,22 @@ def test_register_and_register_many_work_as_they_are(run: Callable[..., Any], da
             outbox.register(batch, "orders", b"")
         return await asynchronous.run_in_transaction(in_transaction)
 
-    assert run(work) == [False, False, True, False]
+    assert run_async(work) == [False, False, True, False]
     assert {task.id for task in assert_registered(database, times=4)} == {"batch", "single", "many", "new"}
 
 
-def test_one_of_two_concurrent_calls_registers(run: Callable[..., Any], database: Database) -> None:
+def test_one_of_two_concurrent_calls_registers(run_async: Callable[..., Any], database: Database) -> None:
     async def twice(transaction: Any) -> list[bool]:
         assert await once(transaction, "first")
         return await asyncio.gather(once(transaction), once(transaction))
 
-    assert sorted(run(lambda asynchronous: asynchronous.run_in_transaction(twice))) == [False, True]
+    assert sorted(run_async(lambda asynchronous: asynchronous.run_in_transaction(twice))) == [False, True]
     assert {task.id for task in assert_registered(database, times=2)} == {"first", "t"}
 
 
 @pytest.mark.parametrize("call", [once, aio.cancel])
 def test_an_outage_ends_a_call(
-    run: Callable[..., Any], emulators: Emulators, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
+    run_async: Callable[..., Any], emulators: Emulators, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
 ) -> None:
     """The client itself would repeat the request for ever, without a pause."""
     monkeypatch.setattr(aio, "IN_TRANSACTION_SECONDS", 1.0)
@@ -96,10 +84,10 @@ def test_an_outage_ends_a_call(
             with pytest.raises((RetryError, DeadlineExceeded)):
                 await asynchronous.run_in_transaction(in_outage)
 
-        run(work)
+        run_async(work)
 
 
-def test_a_rolled_back_transaction_leaves_no_task(run: Callable[..., Any], database: Database) -> None:
+def test_a_rolled_back_transaction_leaves_no_task(run_async: Callable[..., Any], database: Database) -> None:
     async def fail(transaction: Any) -> None:
         assert await once(transaction)
         raise LookupError
@@ -108,7 +96,7 @@ def test_a_rolled_back_transaction_leaves_no_task(run: Callable[..., Any], datab
         await asynchronous.run_in_transaction(fail)
 
     with pytest.raises(LookupError):
-        run(work)
+        run_async(work)
     assert_registered(database, times=0)
 
 
@@ -119,7 +107,7 @@ def test_another_transaction_is_a_type_error(transaction: Any) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "in a batch"])
-def test_each_message_is_processed_once(run: Callable[..., Any], database: Database, together: bool) -> None:
+def test_each_message_is_processed_once(run_async: Callable[..., Any], database: Database, together: bool) -> None:
     """With its changes in the same transaction. A message without a task ID is an error."""
     messages = [PubsubMessage(attributes={outbox.TASK_ID_ATTRIBUTE: f"task-{n}"}) for n in (1, 2, 1)]
 
@@ -135,7 +123,7 @@ def test_each_message_is_processed_once(run: Callable[..., Any], database: Datab
         batches = [messages] if together else [[each] for each in messages]
         return [new for some in batches for new in await aio.run_in_transaction(asynchronous, process, some)]
 
-    assert run(work) == [True, True, False]
+    assert run_async(work) == [True, True, False]
     assert_registered(database, times=2)
     assert query(database, "SELECT Consumer, TaskId FROM ProcessedTasks ORDER BY 2") == [
         ["billing", "task-1"], ["billing", "task-2"]
@@ -143,7 +131,7 @@ def test_each_message_is_processed_once(run: Callable[..., Any], database: Datab
 
 
 def test_a_cancelled_asyncio_task_leaves_no_half_transaction_and_no_lock(
-    run: Callable[..., Any], database: Database
+    run_async: Callable[..., Any], database: Database
 ) -> None:
     """Whenever it is cancelled: in each request, between them, in the commit."""
     begun: list[Any] = []
@@ -172,7 +160,7 @@ def test_a_cancelled_asyncio_task_leaves_no_half_transaction_and_no_lock(
             await aio.run_in_transaction(asynchronous, work, f"m{moment:02}")
         return ended
 
-    assert {*run(all_moments)} == {True, False}
+    assert {*run_async(all_moments)} == {True, False}
     assert [each for each in begun if each._transaction_id and not (each.committed or each.rolled_back)] == []
     written = query(
         database,
