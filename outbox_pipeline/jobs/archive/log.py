@@ -82,7 +82,8 @@ class Log:
             raise SettingError(f"{folder}: the folder of an archive must not contain {found.pop()}. Rename it")
         self._folder = folder
         self._table: DeltaTable | None = None
-        self._commits: list[dict[str, Any]] = []
+        #: The details of each commit, empty if it is none of this package.
+        self._details: list[Mapping[str, Any]] = []
 
     def windows(self, database: str | None = None) -> list[Window]:
         """Return the windows by time, as of now. Reads only commits that are new since the last call.
@@ -94,12 +95,11 @@ class Log:
             if (table := self._refreshed()) is None:
                 return []
             paths = table.get_add_actions().column("path").to_pylist()
-        details = [_details(each) for each in self._commits]
-        purges = {each["purging"]: each.get("operation") for each in reversed(details) if "purging" in each}
-        purged = {each["purged"] for each in details if "purged" in each}
+        purges = {each["purging"]: each.get("operation") for each in reversed(self._details) if "purging" in each}
+        purged = {each["purged"] for each in self._details if "purged" in each}
         windows = [
             self._window(version, each, operation=purges.get(each["since"]), purged=each["since"] in purged)
-            for version, each in enumerate(details)
+            for version, each in enumerate(self._details)
             if "since" in each
         ]
         for one, next in itertools.pairwise(windows):
@@ -129,15 +129,11 @@ class Log:
         # No bounds of values: if only some columns had bounds, deltalake would skip files by the other columns, too.
         actions = [
             AddAction(
-                each.path,
-                each.size,
-                {"SentDate": each.sent_date},
-                _micros(each.modified_at) // 1000,
-                True,
+                each.path, each.size, {"SentDate": each.sent_date}, _micros(each.modified_at) // 1000, True,
                 json.dumps({"numRecords": each.rows}),
             )
             for each in files
-        ]
+        ]  # fmt: skip
         details = {name: value for name, value in asdict(window).items() if name not in _OF_LOG}
         try:
             self._create()
@@ -154,8 +150,10 @@ class Log:
     def note_purging(self, window: Window, operation: str, at: datetime) -> str:
         """Note that the purge of a window begins. Return the ID of its operation, or of the interrupted one."""
         self._commit({"purging": window.since, "operation": operation, "at": at})
-        [noted] = [each for each in self.windows() if each.since == window.since]
-        return noted.operation or operation
+        with self._errors():
+            self._refreshed()
+        since = shown(window.since)
+        return next(str(each["operation"]) for each in self._details if each.get("purging") == since)
 
     def note_purged(self, window: Window, counts: Mapping[str, int], at: datetime) -> None:
         """Note that the purge of a window ended, with its counts."""
@@ -176,16 +174,18 @@ class Log:
             if not DeltaTable.is_deltatable(self._folder):
                 return None
             self._table = DeltaTable(self._folder)
-        while True:
+        version = -1
+        while (now := self._table.version()) != version:  # otherwise the history has later commits, with wrong versions
+            version = now
+            new = self._table.history(version + 1 - len(self._details)) if version >= len(self._details) else []
             self._table.update_incremental()
-            version = self._table.version()
-            new = self._table.history(version + 1 - len(self._commits)) if version >= len(self._commits) else []
-            if not new or new[0]["version"] <= version:  # otherwise another run has committed since
+        for commit in reversed(new):
+            if commit["version"] != len(self._details):
                 break
-        self._commits += reversed(new)
-        for version, commit in enumerate(self._commits):
-            if commit["version"] != version:
-                raise OutboxError(f"{self._path(version)} is missing or empty. Restore it")
+            found = commit.get(_NAME)
+            self._details.append(found if isinstance(found, dict) else {})
+        if len(self._details) <= version:
+            raise OutboxError(f"A commit in {self._folder}/_delta_log is empty. Restore it")
         return self._table
 
     def _window(self, version: int, details: Mapping[str, Any], **of_log: Any) -> Window:
@@ -261,11 +261,6 @@ def windows(folder: str) -> list[Window]:
 
 
 _TIMES = [field.name for field in fields(Window) if field.type is datetime]
-
-
-def _details(commit: Mapping[str, Any]) -> dict[str, Any]:
-    found = commit.get(_NAME)
-    return found if isinstance(found, dict) else {}
 
 
 def _micros(time: datetime) -> int:
