@@ -1,4 +1,4 @@
-"""The source and `register` with Spark Connect, whose client has no JVM."""
+"""The source, `register` and `read_archive` with Spark Connect, whose client has no JVM."""
 
 import json
 import os
@@ -9,11 +9,13 @@ from pathlib import Path
 import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
+from pyspark.sql import SparkSession
 
 from outbox.devtools import child_process
 from outbox.devtools.emulators import Emulators
 from outbox.program.settings import DatabaseSettings
-from tests.support.archives import DAY, sent
+from outbox_pipeline.jobs.archive import job as archive
+from tests.support.archives import DAY, sent, settings_of
 from tests.support.cluster import QUICK_JAVA
 from tests.support.operations import insert, rows_of
 from tests.support.pipeline import options
@@ -22,9 +24,11 @@ from tests.support.processes import ROOT
 pytestmark = pytest.mark.extended
 
 
-def test_source_and_register_need_no_jvm(
-    target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
+def test_source_register_and_archive_need_no_jvm(
+    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
 ):
+    insert(database, [sent("purged", DAY)])
+    archive.run(spark, settings_of(target, tmp_path / "archive"), purge=True, late=True)
     insert(database, [sent("sent", DAY)])
     variables = os.environ | emulators.environment() | {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
     submit = Path(pyspark.__file__).parent / "bin/spark-submit"
@@ -56,5 +60,6 @@ def test_source_and_register_need_no_jvm(
         "rejected": ["data is NULL. For a message without data, pass an empty string"],
         "read": ids,
         "streamed": ["sent"],
+        "archived": ["purged"],
     }
     assert rows_of(database).keys() == {*ids, "sent"}

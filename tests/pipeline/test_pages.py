@@ -5,13 +5,17 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deltalake
 import pyspark
 import pytest
 from google.auth.credentials import AnonymousCredentials
@@ -28,6 +32,7 @@ from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
 from outbox_pipeline.jobs.drain.job import DrainSummary
 from tests.support import spanner
 from tests.support.avro import avro_message, write_avro
+from tests.support.cluster import QUICK_JAVA
 from tests.support.fakes import serialized
 from tests.support.operations import insert, row, rows_of
 from tests.support.processes import ROOT
@@ -91,6 +96,46 @@ def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.Captu
 
 
 @pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
+@pytest.mark.extended
+def test_the_stream_of_the_page_survives_kills(shop: Database, emulators: Emulators, tmp_path: Path):
+    """Each sent task is in the Delta table once, though the query is killed before and after it writes a batch."""
+    session = """
+import pyspark
+spark = pyspark.sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+"""
+    program = session + blocks("source.md", "python")[-1].replace('"/tmp/outbox/', f'"{tmp_path}/')
+    program = program.replace('"100000")', '"20").option("partitions", "2")')
+    killed = (
+        "import deltalake, os\n"
+        "write = deltalake.write_deltalake\n"
+        "def write_until_killed(*given, **named):\n"
+        "    [transaction] = named['commit_properties'].app_transactions\n"
+        "    if transaction.version == {batch} and {after}: write(*given, **named)\n"
+        "    if transaction.version == {batch}: os.killpg(0, 9)\n"
+        "    write(*given, **named)\n"
+        "deltalake.write_deltalake = write_until_killed\n"
+    )
+    begin = datetime.now(UTC) - timedelta(days=7)
+    variables = os.environ | emulators.environment() | {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    variables |= {"SPARK_SUBMIT_OPTS": QUICK_JAVA}
+    insert(shop, [row(f"{n:02d}", SentAt=begin + timedelta(hours=n)) for n in range(24)])
+    for kill in ({"batch": 0, "after": False}, {"batch": 1, "after": True}, None):
+        words = [sys.executable, "-c", (killed.format(**kill) if kill else "") + program]
+        done = subprocess.run(
+            words,
+            check=False,
+            env=variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            start_new_session=True,
+        )
+        assert done.returncode == (-9 if kill else 0), done.stderr[-3000:]
+    found = deltalake.DeltaTable(tmp_path / "sent").to_pyarrow_table().to_pylist()
+    assert Counter(each["Id"] for each in found) == Counter(rows_of(shop).keys())
+
+
 def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):
     lines = [{"customer": f"c-{n}", "month": "2026-12", "data": {"cents": n}} for n in (3, 4)]
     (here / "invoices.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")

@@ -30,6 +30,9 @@ print(
             "rejected": [row.reason for row in spark.read.json(str(folder / "rejects" / "*")).collect()],
             "read": sorted(row.Id for row in tasks.where("State = 'pending' AND Payload = 'data'").collect()),
             "streamed": sorted(row.Id for row in spark.read.parquet(str(folder / "sent")).collect()),
+            "archived": sorted(
+                row.Id for row in outbox_pipeline.read_archive(spark, str(folder / "archive")).collect()
+            ),
         }
     )
 )
