@@ -21,7 +21,7 @@ from tests.support.operations import insert, rows_of
 from tests.support.pipeline import options
 from tests.support.processes import ROOT
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 def test_source_register_and_archive_need_no_jvm(
@@ -51,7 +51,7 @@ def test_source_register_and_archive_need_no_jvm(
         given = [f"{name}={value}" for name, value in options(target).items()]
         done = subprocess.run(
             [*client, f"sc://{server.host}", str(tmp_path), *given],
-            check=False, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200,
+            check=False, cwd=ROOT, env=variables, capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     ids = sorted(str(number) for number in range(20) if number != 7)

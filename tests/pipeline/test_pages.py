@@ -97,6 +97,7 @@ def test_the_page_of_the_source(shop: Database, here: Path, capsys: pytest.Captu
 
 @pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
 @pytest.mark.extended
+@pytest.mark.timeout(900)
 def test_the_stream_of_the_page_survives_kills(shop: Database, emulators: Emulators, tmp_path: Path):
     """Each sent task is in the Delta table once, though the query is killed before and after it writes a batch."""
     session = """
