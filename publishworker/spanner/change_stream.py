@@ -3,12 +3,10 @@
 Polling remains the source of truth: records are only a reason to poll now. Nothing is stored, so a reader that starts
 again, or misses records, costs at most one poll interval.
 
-A server limits the concurrent requests of a connection, and a waiting partition must be told apart from one that sends
-nothing. So the reader has a connection of its own, and reads at most MAX_STREAMS partitions at once. If there are more,
-they take turns.
+A server limits the concurrent requests of a connection. So the reader has a connection of its own, and reads at most
+MAX_PARTITIONS partitions, each on a thread. A stream with more belongs to a load under which workers are never idle.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -33,8 +31,8 @@ MAX_SILENCE_SECONDS = 3.0
 RESTART_SECONDS = 10.0
 #: Seconds of one request, so that none is open for long. The emulator ends each partition sooner.
 REQUEST_SECONDS = 60.0
-#: Max partitions that are read at once, and seconds of one request while others wait.
-MAX_STREAMS, TURN_SECONDS = 16, 2.0
+#: Max partitions that are read. A stream with more counts as a failure, so the worker polls at --poll-interval.
+MAX_PARTITIONS = 64
 
 _TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
 
@@ -49,12 +47,8 @@ class _Attempt:
 
     #: Set when a thread has failed. The others end then.
     given_up: bool = False
-    #: The partitions that wait to be read, and the time of their next record. First in, first out.
-    to_read: queue.SimpleQueue[tuple[str, datetime]] = field(default_factory=queue.SimpleQueue)
-    #: Of each request its partition, when it ended, and the children if the partition has ended; or an error.
-    answers: queue.SimpleQueue[Exception | tuple[str, datetime, Children]] = field(default_factory=queue.SimpleQueue)
-    #: The partitions that are being read.
-    reading: set[str] = field(default_factory=set)
+    #: Of each partition that has ended its children; or an error.
+    answers: queue.SimpleQueue[Exception | tuple[str, Children]] = field(default_factory=queue.SimpleQueue)
 
 
 class ChangeStream:
@@ -120,20 +114,21 @@ class ChangeStream:
         self._heard = {}
 
     def _follow(self, attempt: _Attempt) -> None:
-        """Find the partitions, and read them on several threads, until one fails or others follow. Raises its error."""
+        """Find the partitions, and read each on a thread, until one fails or others follow. Raises its error."""
         waiting = self._first_partitions(attempt)
         self._inserted()  # for commits after the last poll and before the time from which this attempt reads
         unread = set(waiting)  # the partitions that have not ended
-        began, readers = self._clock(), 0
+        began = self._clock()
         while not self._stopped.is_set() and self._follows():
             # A child can be read after all of its parents have ended.
-            for token in [each for each, (_, parents) in waiting.items() if parents.isdisjoint(unread)]:
+            ready = [each for each, (_, parents) in waiting.items() if parents.isdisjoint(unread)]
+            if (number := len(self._heard) + len(ready)) > MAX_PARTITIONS:
+                raise OverflowError(f"it has {number} partitions, more than {MAX_PARTITIONS}")
+            for token in ready:
                 self._heard[token] = self._clock()
-                attempt.to_read.put((token, waiting.pop(token)[0]))
-                if readers < MAX_STREAMS:
-                    readers += 1
-                    threading.Thread(target=self._read_all, args=(attempt,), name="change-stream", daemon=True).start()
-            self._raise_if_stuck(attempt)
+                arguments = attempt, token, waiting.pop(token)[0]
+                threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
+            self._raise_if_silent()
             if self.works and self._clock() - began > RESTART_SECONDS:
                 self._note_success()
             try:
@@ -142,10 +137,7 @@ class ChangeStream:
                 continue
             if isinstance(answer, Exception):
                 raise answer
-            token, end, children = answer
-            if not children:
-                attempt.to_read.put((token, end))
-                continue
+            token, children = answer
             unread.discard(token)
             del self._heard[token]
             waiting |= {child: each for child, each in children.items() if child not in unread}  # each parent names it
@@ -157,10 +149,8 @@ class ChangeStream:
         self._began = now, self._clock()
         return self._read(attempt, "", now, None)
 
-    def _raise_if_stuck(self, attempt: _Attempt) -> None:
-        # One that waits is not silent.
-        heard = [self._heard.get(token, self._clock()) for token in list(attempt.reading)]
-        silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
+    def _raise_if_silent(self) -> None:
+        silence = self._clock() - min(self._heard.values(), default=float("-inf"))
         if silence > RESTART_SECONDS:
             raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
 
@@ -170,26 +160,18 @@ class ChangeStream:
             self._failed = False
             log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
-    def _read_all(self, attempt: _Attempt) -> None:
-        """Read the partition that has waited longest, one request after the other."""
+    def _read_all(self, attempt: _Attempt, token: str, start: datetime) -> None:
+        """Read a partition until it ends, one request after the other."""
+        children: Children = {}
         try:
-            while not (attempt.given_up or self._stopped.is_set()):
-                with contextlib.suppress(queue.Empty):
-                    self._read_next(attempt, *attempt.to_read.get(timeout=MAX_SILENCE_SECONDS))
+            while not (children or attempt.given_up or self._stopped.is_set()):
+                self._hear(token)
+                now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
+                end = max(start, now) + timedelta(seconds=REQUEST_SECONDS)
+                children, start = self._read(attempt, token, start, end), end
+            attempt.answers.put((token, children))
         except Exception as error:
             attempt.answers.put(error)
-
-    def _read_next(self, attempt: _Attempt, token: str, start: datetime) -> None:
-        self._hear(token)
-        attempt.reading.add(token)
-        now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
-        # A partition that waits for a thread to start needs no turns.
-        takes_turns = len(attempt.reading) >= MAX_STREAMS and not attempt.to_read.empty()
-        seconds = TURN_SECONDS if takes_turns else REQUEST_SECONDS
-        end = max(start, now) + timedelta(seconds=seconds)
-        children = self._read(attempt, token, start, end)
-        attempt.reading.discard(token)
-        attempt.answers.put((token, end, children))
 
     def _read(self, attempt: _Attempt, token: str, start: datetime, end: datetime | None) -> Children:
         """Send one request, for a partition or for the first tokens; return the children of one that has ended."""

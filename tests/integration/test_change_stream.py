@@ -2,12 +2,8 @@
 
 import logging
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -18,8 +14,7 @@ from outbox.table import ddl
 from outbox.table.connection import open_database
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.spanner import change_stream
-from publishworker.spanner.change_stream import MAX_STREAMS, ChangeStream
+from publishworker.spanner.change_stream import ChangeStream
 from publishworker.types import Heartbeat
 from tests.support.proxy import Proxy
 from tests.support.relays import register
@@ -97,45 +92,3 @@ def test_heartbeats_and_the_change_stream_have_connections_of_their_own(
         with store.database.on_own_connection().snapshot() as snapshot:
             assert snapshot.execute_sql("SELECT 1").one() == [1]
         assert proxy.accepted == before + 2
-
-
-class Partitions:
-    """A database whose change stream has twice as many partitions as may be read at once."""
-
-    def __init__(self) -> None:
-        self.reads: Counter[str] = Counter()
-        self.open, self.most = 0, 0
-        self._lock = threading.Lock()
-
-    def snapshot(self) -> Any:
-        return nullcontext(self)
-
-    def execute_sql(self, statement: str, values: Any, *_: Any, **_options: Any) -> Iterator[Any]:
-        if "READ_" not in statement:
-            yield [datetime.now(UTC)]
-        elif values["token"] is None:
-            yield [[([], [], [(values["start"], "1", [(str(n), []) for n in range(2 * MAX_STREAMS)])])]]
-        else:
-            self._count(1)
-            while datetime.now(UTC) < values["end"]:
-                yield [[([], [values["start"]], [])]]
-                time.sleep(0.05)
-            self.reads[values["token"]] += 1
-            self._count(-1)
-
-    def _count(self, more: int) -> None:
-        with self._lock:
-            self.open += more
-            self.most = max(self.most, self.open)
-
-
-def test_partitions_of_a_change_stream_take_turns_if_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_stream, "REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(change_stream, "TURN_SECONDS", 0.2)
-    database = Partitions()
-    stream = ChangeStream(database, lambda: None)
-    stream.start()
-    eventually(lambda: len(database.reads) == 2 * MAX_STREAMS and min(database.reads.values()) >= 2)
-    assert stream.works
-    stream.stop()
-    assert database.most == MAX_STREAMS
