@@ -74,7 +74,7 @@ def virtual_readers(clockwork: Clockwork) -> Iterator[None]:
         return threads.thread("", target, *args)
 
     def attempt() -> Any:
-        return real(to_read=threads.queue(), answers=threads.queue())  # type: ignore[arg-type]  # as a SimpleQueue
+        return real(answers=threads.queue())  # type: ignore[arg-type]  # as a SimpleQueue
 
     real = change_stream._Attempt
     virtual = SimpleNamespace(Thread=thread, Event=threads.event)
