@@ -170,7 +170,7 @@ def test_any_stopped_operation_is_continued_by_its_id(
     operations.stop(table, found.id, Author("jane", None))
     assert f"is stopped. To continue it, run: outbox operations continue {found.id}" in outbox.here("operations").stderr
     dry = outbox.here("operations", "continue", found.id, "--dry-run")
-    assert (dry.code, f", {found.tasks} tasks so far" in dry.stdout) == (0, True)
+    assert (dry.code, f", {found.tasks} of 6 tasks so far" in dry.stdout) == (0, True)
     [done] = outbox.objects("operations", "continue", found.id, "--json", "--reason", "go on")
     assert (done["tasks"], operations.found(table, found.id).tasks) == (6 - (found.tasks or 0), 6)
     for id in (found.id, operations.latest(table, 1, operation="continue")[0].id, "gone"):
