@@ -11,6 +11,7 @@ from typing import Any
 
 from outbox._version import __version__
 from outbox.admin.flags import add_reason
+from outbox.base.lazy import need
 from outbox.base.times import shown
 from outbox.program import logs
 from outbox.program.arguments import Parser
@@ -23,6 +24,8 @@ from publishworker.process.worker_settings import RelaySettings, add_deadline
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "refused", "lost", "not_applied")
+#: How the first line of a certificate with losses begins.
+_INCOMPLETE = "INCOMPLETE"
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -59,6 +62,12 @@ With --to, they are published to another topic at least once, and no task is cha
     outbox-pipeline replay --topic orders --since 2h --dry-run \\
         --project shop --instance main --database orders"""
 
+CERTIFICATE = """\
+Check certificates that `audit --certificate` wrote. It needs neither Spark nor Spanner.
+
+    outbox-pipeline certificate verify 2026-11-*.json --public-key certificate.pub \\
+        --archive copy/archive --received copy/received"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job and return its exit code. An expected error is one sentence on stderr."""
@@ -71,6 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.job == "certificate":
+        for package in ("cryptography", "rfc8785", "pyarrow"):
+            need(package, "certificate", "certificate")
+        commands = import_module("outbox_pipeline.jobs.certificate.commands")
+        return int(getattr(commands, options.action)(options))
     name, settings = options.job, options.settings.read(vars(options))
     from outbox_pipeline.spark import session  # noqa: PLC0415 - the imports below need the packages
 
@@ -97,6 +111,8 @@ def _run(options: argparse.Namespace) -> int:
         ended_as = _ended_as(result, options)
         report.record(metrics, name, result, ended_as)
         metrics.stop()
+    if name == "audit" and result.verdict and not options.json:
+        say(result.verdict)
     if name == "audit" and not result.tasks:
         _report_empty(result, json=options.json)
     say(report.summary(name, result, json=options.json))
@@ -121,7 +137,9 @@ def _ended_as(result: Any | None, options: argparse.Namespace) -> str:
         return "work_left"
     if options.job == "audit" and not (result.tasks or options.allow_empty):
         return "empty"
-    return next((name for name in _FAILURES if getattr(result, name, 0)), "done")
+    if failures := [name for name in _FAILURES if getattr(result, name, 0)]:
+        return failures[0]
+    return "incomplete" if str(getattr(result, "verdict", "")).startswith(_INCOMPLETE) else "done"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,4 +178,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--to", metavar="TOPIC", help="Publish to this topic instead, and change no task.")
     add_reason(replay)
+    _add_certificate(jobs)
     return parser
+
+
+def _add_certificate(jobs: Any) -> None:
+    certificate = jobs.add_parser(
+        "certificate",
+        help="check certificates of audits",
+        description=CERTIFICATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = certificate.add_subparsers(metavar="ACTION", required=True, dest="action")
+    verify = actions.add_parser("verify", help="check signatures, the chain and the inputs")
+    verify.add_argument("files", metavar="FILE", nargs="+", help="Certificates, whose windows must adjoin.")
+    verify.add_argument("--received", metavar="PATH", help="Folder or file with the received messages, to check.")
+    verify.add_argument("--proof", metavar="FILE", help="Output of `prove`, to check against its certificate.")
+    prove = actions.add_parser("prove", help="prove that a task is in a certificate")
+    prove.add_argument("id", metavar="ID", help="The task ID.")
+    prove.add_argument("--certificate", metavar="FILE", required=True, help="The certificate of its window.")
+    for each in (verify, prove):
+        each.add_argument(
+            "--public-key",
+            metavar="FILE",
+            action="append",
+            required=True,
+            help="Public key in PEM form. Repeat it if the key was rotated.",
+        )
+        each.add_argument(
+            "--archive", metavar="PATH", required=each is prove, help="Folder of the archive, to check its files."
+        )

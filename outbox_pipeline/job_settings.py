@@ -150,12 +150,29 @@ class AuditSettings(JobSettings):
         "The subscriber's database. If empty, --database.",
     )
     output: str = setting(None, _FOLDER, "Folder for the report. It must not exist.")
+    certificate: str = setting(
+        "", _ANY_FOLDER, "File for a certificate. In the paths of files, %Y-%m-%d is then the day of the window."
+    )
+    previous: str = setting("", _ANY_FOLDER, "Certificate of the window before. If empty, a new chain begins.")
+    key_file: str = setting("", _ANY_FOLDER, "Local file with the Ed25519 key that signs the certificate.")
+    kms_key: str = setting(
+        "",
+        matching(
+            r"(?:projects/[^/\s]+/locations/[^/\s]+/keyRings/[^/\s]+/cryptoKeys/[^/\s]+/cryptoKeyVersions/\d+)?",
+            "projects/P/locations/L/keyRings/R/cryptoKeys/K/cryptoKeyVersions/N, or nothing",
+        ),
+        "Version of the key in Cloud KMS that signs the certificate.",
+    )
 
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
         _check_one("received", self.received, self.received_table, self.received_format)
         if self.inbox_database and not self.inbox:
             raise SettingError("--inbox-database needs --inbox. Pass both, or neither")
+        if not self.certificate and (self.previous or self.key_file or self.kms_key):
+            raise SettingError("--previous, --key-file and --kms-key need --certificate")
+        if self.certificate and not (self.archive and self.received and bool(self.key_file) != bool(self.kms_key)):
+            raise SettingError("--certificate needs --archive, --received, and either --key-file or --kms-key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,11 @@ class Folder:
         """Return the last part of the path."""
         return str(self._path.getName())
 
+    @property
+    def parent(self) -> "Folder":
+        """Return the folder that contains it."""
+        return Folder(self._spark, str(self._path.getParent().toString()))
+
     def __truediv__(self, name: str) -> "Folder":
         """Return the child `name`."""
         return Folder(self._spark, f"{self}/{name}")

@@ -108,8 +108,9 @@ PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "out
     "`applied`, `not_applied`, `applied_late`, `unregistered`.")
 PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
     "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
-    "stopped with unsent tasks, `lost` or `not_applied` if an audit found such tasks, `empty` if it found no task, or "
-    "`failed`. A killed job sends nothing.")
+    "stopped with unsent tasks, `lost` or `not_applied` if an audit found such tasks, `incomplete` if its certificate "
+    "has others that were not delivered, `empty` if it found no task, or `failed`. A killed job sends nothing. The job "
+    "`certificate` counts certificates.")
 
 #: Of the workers.
 METRICS = (

@@ -74,7 +74,7 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text().split("\n")
     pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
     found: set[tuple[str, str]] = set()
-    left = [("spanner-outbox", extra) for extra in ("", "worker", "console", "opentelemetry", "spark")]
+    left = [("spanner-outbox", extra) for extra in ("", "worker", "console", "opentelemetry", "spark", "kms")]
     while left:
         found.add(each := left.pop())
         needed = (Requirement(line) for line in metadata.requires(each[0]) or [])

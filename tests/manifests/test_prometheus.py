@@ -91,7 +91,7 @@ def test_an_alert_is_the_twin_of_its_monitor(name: str) -> None:
     }
     assert names == {each["name"] for each in METRIC.finditer(query["expression"])}
     # "And none is published" is a large factor there, and a missing archive is missing data. Both are `unless` here.
-    if name not in ("backlog-stalled", "archive-missing"):
+    if name not in ("backlog-stalled", "archive-missing", "certificate-missing"):
         assert (str(tree.op), tree.rhs.val) == (query["sign"], float(query["threshold"]))
     if query["time"] == "min" and name != "poll-latency":  # an average of the window there
         assert "min_over_time(" in alert["expr"]

@@ -10,14 +10,14 @@ import pytest
 from outbox.errors import SettingError
 from outbox.program.settings import fields_of
 from outbox_pipeline.cli import _parser
-from outbox_pipeline.job_settings import ArchiveSettings, RegisterSettings
+from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ
 from tests.manifests.rendering import ROOT, SPARK, Object, rendered, the
 from tests.manifests.test_dockerfile import instructions, variables
 
 ROLES = ("driver", "executor")
 
-each_job = pytest.mark.parametrize("name", ["archive", "register"])
+each_job = pytest.mark.parametrize("name", ["archive", "audit", "register"])
 
 
 def spec(name: str) -> Object:
@@ -48,8 +48,10 @@ def test_a_job_takes_its_arguments_and_variables(name: str) -> None:
     assert template["arguments"][0] == name
     assert list(refusals(template["arguments"], settings())) == []
     # A setting of one job may mean something else for another one, such as the topic of `register` and `replay`.
-    known = [{field.variable for field in fields_of(each)} for each in (ArchiveSettings, RegisterSettings)]
-    assert settings().keys() <= known[0] & known[1]
+    known = [
+        {field.variable for field in fields_of(each)} for each in (ArchiveSettings, AuditSettings, RegisterSettings)
+    ]
+    assert settings().keys() <= set.intersection(*known)
     for role in ROLES:
         [container] = template[role]["template"]["spec"]["containers"]
         assert container["name"] == f"spark-kubernetes-{role}"  # Spark adds a container of this name otherwise

@@ -101,4 +101,4 @@ def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: di
 def test_a_job_that_does_not_exist_is_named(tmp_path: Path) -> None:
     """The error lists the jobs, and nothing is submitted."""
     done = submit("archive", variables={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (1, "no job archive: outbox-archive, outbox-register\n")
+    assert (done.returncode, done.stderr) == (1, "no job archive: outbox-archive, outbox-audit, outbox-register\n")

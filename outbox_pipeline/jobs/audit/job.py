@@ -78,21 +78,36 @@ class Audited:
     not_applied: int | None = None
     applied_late: int | None = None
     unregistered: int | None = None
+    #: The digest of the certificate and its first line, None without --certificate.
+    certificate: str | None = None
+    verdict: str | None = None
 
 
 def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached."""
+    table, certifier = open_table(settings), None
+    if settings.certificate:
+        from outbox_pipeline.jobs.audit import certified  # noqa: PLC0415 - it needs the packages of an extra
+
+        settings = certified.dated(settings, table.now())
+        certifier = certified.Certifier(spark, settings, table.name)
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
-    job = _Job(spark, settings, open_table(settings))
+    job = _Job(spark, settings, table, certifier)
     rules, sources = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
     inbox = effects.records(spark, settings) if settings.inbox else None
-    sends = reduce(DataFrame.unionByName, (audit.sends(tasks, bodies=bodies) for tasks in sources))
-    rows = audit.judged(audit.once(sends), deliveries, rules).persist(StorageLevel.DISK_ONLY)
+    sendings = [audit.sends(tasks, bodies=bodies, certified=bool(certifier)) for tasks in sources]
+    if certifier:
+        sendings = certifier.known(*sendings)
+    sends = audit.once(reduce(DataFrame.unionByName, sendings))
+    rows = audit.judged(sends, deliveries, rules).persist(StorageLevel.DISK_ONLY)
     try:
         done = job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
+        if certifier:
+            digest, verdict = certifier.issue(rows, rules, done)
+            done = dataclasses.replace(done, certificate=digest, verdict=verdict)
     finally:
         rows.unpersist()
     problems = {
@@ -114,6 +129,7 @@ class _Job:
     spark: SparkSession
     settings: AuditSettings
     table: Table
+    certifier: Any = None
     begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, list[DataFrame]]:
@@ -141,9 +157,13 @@ class _Job:
         columns = (*needed(audit.OF_TASKS), "CancelledAt")
         cancelled = decoded(read_cancelled(self.spark, settings, columns, now))
         sources = [self._of_table(now, since).withColumn("CancelledAt", f.lit(None).cast("timestamp")), cancelled]
+        # A certificate only counts unknown messages of its window, because later tasks may be purged when it is issued.
+        known = min(now - CLOCK_SKEW, until) if self.certifier else now - CLOCK_SKEW
+        rules = audit.Rules(since, until, horizon, known, grace, CLOCK_SKEW)
         if archive:
-            sources.append(decoded(archive.read(windows, since).select(*columns)))
-        return audit.Rules(since, until, horizon, now - CLOCK_SKEW, grace, CLOCK_SKEW), sources
+            used = self.certifier.covering(windows, rules) if self.certifier else windows
+            sources.append(decoded(archive.read(used, since).select(*columns)))
+        return rules, sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
@@ -161,8 +181,11 @@ class _Job:
             messages = read_table(self.spark, "--received-table", settings.received_table)
         else:
             messages = self._of_files()
-        deliveries = received.received(messages, base64=settings.received_data == "base64")
-        return "data" in messages.columns, deliveries
+        bodies, certified = "data" in messages.columns, bool(self.certifier)
+        if certified and not bodies:
+            raise OutboxError(f"{self._source} has no column data, which a certificate needs. Export it, too")
+        base64 = settings.received_data == "base64"
+        return bodies, received.received(messages, base64=base64, certified=certified)
 
     def _of_files(self) -> DataFrame:
         settings = self.settings
@@ -201,7 +224,7 @@ class _Job:
             found = found.unionByName(effects.effects(rows, inbox, rules))
             classes += effects.CLASSES
         found = found.persist(StorageLevel.DISK_ONLY)
-        of_class = Counter({row["class"]: row["count"] for row in found.groupBy("class").count().collect()})
+        of_class: Any = Counter({row["class"]: row["count"] for row in found.groupBy("class").count().collect()})
         listed = found.where(f.col("class") != effects.APPLIED)
         listed.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
         samples = collected(audit.samples(listed, SAMPLES))

@@ -14,6 +14,7 @@ from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
+from outbox_pipeline.jobs.audit.attributes import ADDED, ADDED_PREFIXES
 from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS
 from outbox_pipeline.spark.inputs import Input
 
@@ -29,11 +30,6 @@ MESSAGES = schemas.optional(
 )
 #: The schema for JSON lines. Every column is read as a text and parsed later.
 LINES = schemas.optional(**dict.fromkeys(MESSAGES.names, StringType()))
-#: Attributes that were not registered, because the relay, Pub/Sub or a subscription adds them: the task ID; the
-#: ordering key, which subscriptions write into the attributes; Google's own and tracing attributes; the attributes of a
-#: dead-letter topic, see https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
-_ADDED = (TASK_ID_ATTRIBUTE, "ordering_key")
-_ADDED_PREFIXES = ("goog", "CloudPubSubDeadLetter")
 
 
 def read_avro(given: Input) -> DataFrame:
@@ -69,11 +65,11 @@ def _check(path: str, fields: set[str]) -> None:
         )
 
 
-def received(messages: DataFrame, *, base64: bool) -> DataFrame:
+def received(messages: DataFrame, *, base64: bool, certified: bool = False) -> DataFrame:
     """Return one row for each delivery: task_id, message_id, publish_time, digest, and `readable`.
 
     `task_id` is NULL for a foreign message. `digest` covers the attributes and, if there is a column `data`, the data.
-    A text in `data` is base64 or the data itself.
+    A text in `data` is base64 or the data itself. With `certified`, it is the digest of certificates.
 
     Raises SettingError: a column is missing or of a wrong type.
     """
@@ -93,7 +89,7 @@ def received(messages: DataFrame, *, base64: bool) -> DataFrame:
         f.try_element_at("attributes", f.lit(TASK_ID_ATTRIBUTE)).alias("task_id"),
         "message_id",
         "publish_time",
-        digest(f.col("attributes"), f.col("data")).alias("digest"),
+        (sha256 if certified else digest)(f.col("attributes"), f.col("data")).alias("digest"),
         (f.col("message_id").isNotNull() & f.col("publish_time").isNotNull() & f.col("attributes").isNotNull()).alias(
             "readable"
         ),
@@ -144,8 +140,19 @@ def digest(attributes: Column, data: Column) -> Column:
     return f.when(attributes.isNotNull(), f.xxhash64(entries, data))
 
 
+def sha256(attributes: Column, data: Column) -> Column:
+    """Return the digest of a message that also finds forgeries, as `attributes.sha256_of`. NULL data is empty.
+
+    Without a message, it is the digest of no line.
+    """
+    entries = f.map_entries(f.map_filter(attributes, _is_registered))
+    lines = f.transform(entries, lambda each: f.concat_ws(" ", f.sha2(each["key"], 256), f.sha2(each["value"], 256)))
+    all_lines = f.concat(f.array(f.sha2(f.coalesce(data, f.lit(b"")), 256)), f.sort_array(lines))
+    return f.sha2(f.coalesce(f.concat(f.array_join(all_lines, "\n"), f.lit("\n")), f.lit("")), 256)
+
+
 def _is_registered(name: Column, _: Column) -> Column:
-    added = name.isin(*_ADDED)
-    for prefix in _ADDED_PREFIXES:
+    added = name.isin(*ADDED)
+    for prefix in ADDED_PREFIXES:
         added |= name.startswith(prefix)
     return ~added

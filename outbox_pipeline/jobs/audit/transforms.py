@@ -12,7 +12,7 @@ from pyspark.sql import functions as f
 
 from outbox.table.states import MARKS_FINAL_AFTER, RANGES
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit.received import digest
+from outbox_pipeline.jobs.audit.received import digest, sha256
 
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = (
@@ -53,11 +53,12 @@ class Rules:
     skew: timedelta
 
 
-def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
+def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFrame:
     """Return a row for each sending, unsent or cancelled task with OF_TASKS and CancelledAt.
 
-    With `bodies`, the digest covers the data.
+    With `bodies`, the digest covers the data. With `certified`, it is the digest of certificates.
     """
+    of_message = sha256 if certified else digest
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.expr(RANGES["dead"][0]), f.lit(False))
     return tasks.select(
@@ -71,7 +72,7 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
         f.coalesce("TimesSent", f.lit(0)).alias("times_sent"),
         f.col("AtMostOnce").alias("at_most_once"),
         dead.alias("dead"),
-        digest(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
+        of_message(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
     )
 
 

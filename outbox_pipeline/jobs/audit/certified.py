@@ -1,0 +1,212 @@
+"""Writes the certificate of an audit. Everything in it is as of the end of the archived windows that it names.
+
+So a later run has the same certificate, even if tasks were sent again, purged or archived since.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from outbox._version import __version__
+from outbox.base.times import shown
+from outbox.base.values import counted
+from outbox.errors import OutboxError, SettingError
+from outbox_pipeline.job_settings import AuditSettings
+from outbox_pipeline.jobs.archive.windows import MANIFEST, Archive, ArchiveWindow, checksum_columns, floor
+from outbox_pipeline.jobs.audit import transforms as audit
+from outbox_pipeline.jobs.certificate import document, keys
+from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
+from outbox_pipeline.jobs.certificate.merkle import Tree
+from outbox_pipeline.spark.files import Folder
+from outbox_pipeline.spark.spark_tasks import collected
+
+_COUNTS = ("registered", *OUTCOMES, "republished")
+_DAY = timedelta(days=1)
+_OF_DAY = "%Y-%m-%d"
+
+
+def dated(settings: AuditSettings, now: datetime) -> AuditSettings:
+    """Return the settings with the bounds of the window, and with its day in the paths. Raises SettingError."""
+
+    def bound(moment: timedelta | datetime) -> datetime:
+        return floor(now - moment, _DAY) if isinstance(moment, timedelta) else moment
+
+    if settings.since is None or settings.until is None:
+        raise SettingError("--certificate needs --since and --until, such as 2d and 1d for the day before yesterday")
+    since, until = bound(settings.since), bound(settings.until)
+
+    def path(pattern: str, day: datetime) -> str:
+        return pattern.replace(_OF_DAY, f"{day.astimezone(UTC):%Y-%m-%d}")
+
+    # Messages of the last tasks arrive after midnight.
+    last = until + timedelta(seconds=settings.grace)
+    times = [last, *(since + n * _DAY for n in range((last - since) // _DAY + 1))]
+    days = sorted({f"{each.astimezone(UTC):%Y-%m-%d}" for each in times})
+    return dataclasses.replace(
+        settings,
+        since=since,
+        until=until,
+        received=settings.received.replace(_OF_DAY, f"{{{','.join(days)}}}"),
+        output=path(settings.output, since),
+        certificate=path(settings.certificate, since),
+        previous=path(settings.previous, since - (until - since)),
+    )
+
+
+class Certifier:
+    """Certifies one audit."""
+
+    def __init__(self, spark: SparkSession, settings: AuditSettings, database: str) -> None:
+        """Load the key and the previous certificate. Raises SettingError, OutboxError, NotReached."""
+        self._spark = spark
+        self._settings = settings
+        self._database = database
+        self._signer = keys.kms_signer(settings.kms_key) if settings.kms_key else keys.file_signer(settings.key_file)
+        self._previous = self._read_previous() if settings.previous else None
+        self._archive = Archive(spark, settings.archive)
+        self._windows: Sequence[ArchiveWindow] = ()
+
+    def _read_previous(self) -> document.Certificate:
+        path = Folder(self._spark, self._settings.previous)
+        text = path.parent.read(path.name)
+        if text is None:
+            raise OutboxError(f"--previous {path} does not exist. Certify that window first")
+        return document.read(document.payload_of(text.encode(), str(path)), str(path))
+
+    def covering(self, windows: Sequence[ArchiveWindow], rules: audit.Rules) -> Sequence[ArchiveWindow]:
+        """Return the archived windows in which the tasks were sent, to the first that ends `grace` after the window.
+
+        Raises OutboxError if there are none yet, or if one is damaged.
+        """
+        since, last = rules.since or rules.until, rules.until + rules.grace
+        first = windows[0].manifest.since
+        if first > since:
+            raise OutboxError(f"The archive begins at {shown(first)}, so no window before {shown(first)} is certified")
+        cut = next((n for n, each in enumerate(windows, 1) if each.manifest.until >= last), None)
+        if cut is None or (end := windows[cut - 1].manifest.until) + rules.grace > rules.horizon:
+            raise OutboxError(
+                f"The window to {shown(rules.until)} is open: the archive must reach {shown(last)}, and reaches "
+                f"{shown(windows[-1].manifest.until)}; the messages must be known for --grace longer. Certify it later"
+            )
+        self._end = end
+        self._windows = [each for each in windows[:cut] if each.manifest.until > since]
+        for window in self._windows:
+            [(_, checksum)] = self._archive.read([window]).select(*checksum_columns()).collect()
+            if checksum != window.manifest.checksum:
+                raise OutboxError(f"{window.folder} contains other tasks than its manifest says. Restore its files")
+        return self._windows
+
+    def known(self, table: DataFrame, cancelled: DataFrame, archived: DataFrame) -> list[DataFrame]:
+        """Return the sendings as of the end of the windows. Raises OutboxError if the archive lacks one."""
+        self._archived = archived.where("sent_at IS NOT NULL")
+        live = table.unionByName(cancelled).withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
+        created, end = f.col("created_at"), f.lit(self._end)
+        of_window = (created >= f.lit(self._settings.since)) & (created < f.lit(self._settings.until))
+        task = ["task_id", "created_at"]
+        kept = archived.withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
+        lacking = live.where(of_window & (f.col("ended") < end)).join(kept, [*task, "ended"], "left_anti").count()
+        if lacking:
+            raise OutboxError(
+                f"{self._settings.archive} lacks {counted(lacking, 'task')} of the window, sent or cancelled before "
+                f"{shown(self._end)}. Use the complete archive"
+            )
+        unsent = live.where(f.col("ended").isNull() | (f.col("ended") >= end)).join(self._archived, task, "left_anti")
+        nothing = f.lit(None).cast("timestamp")
+        as_of_end = unsent.withColumns({"sent_at": nothing, "cancelled_at": nothing}).select(*archived.columns)
+        return [archived, as_of_end]
+
+    def issue(self, rows: DataFrame, rules: audit.Rules, done: Any) -> tuple[str, str]:
+        """Sign and write the certificate, and return its digest and first line. Raises OutboxError."""
+        if done.unreadable:
+            raise OutboxError(
+                f"{self._settings.received} has {counted(done.unreadable, 'unreadable line')}, as a file that ends "
+                "early. Export the messages again. No certificate was written"
+            )
+        listed, topics = self._outcomes(rows)
+        totals = {name: sum(counts[name] for counts in topics.values()) for name in _COUNTS}
+        content = {
+            "database": self._database,
+            "window": {"since": shown(rules.since or rules.until), "until": shown(rules.until)},
+            "previous": self._previous.digest if self._previous else None,
+            "audit": {
+                "version": __version__,
+                "archived_until": shown(self._end),
+                "grace_seconds": rules.grace.total_seconds(),
+                "received_data": self._settings.received_data,
+            },
+            "tasks": self._tree(rules).summary(),
+            "counts": totals | {"unknown": done.unknown, "foreign": done.foreign},
+            "topics": topics,
+            "not_delivered": listed,
+        }
+        payload = document.payload(content, self._inputs())
+        certificate = document.read(payload, self._settings.certificate)
+        if self._previous:
+            document.check_next(self._previous, certificate)
+        self._write(payload)
+        return certificate.digest, str(certificate.content["summary"])
+
+    def _write(self, payload: bytes) -> None:
+        file = Folder(self._spark, self._settings.certificate)
+        if not file.parent.create(file.name, document.signed(payload, self._signer)):
+            found = document.payload_of((file.parent.read(file.name) or "").encode(), str(file))
+            if found != payload:
+                raise OutboxError(f"--certificate {file} exists, and is another certificate. Pass another file")
+
+    def _outcomes(self, rows: DataFrame) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]]]:
+        """Return the tasks that were not delivered, and the counts of outcomes by topic. A task has its best state."""
+        states = f.array(*map(f.lit, audit.STATES))
+        best = f.element_at(states, f.min(f.array_position(states, f.col("state"))).cast("int"))
+        tasks = (
+            rows.where(f.col("state").isin(*audit.STATES))
+            .groupBy("topic", "task_id", "created_at")
+            .agg(best.alias("best"), f.sum("mismatched").alias("mismatched"), f.sum("republished").alias("republished"))
+            .withColumn("outcome", f.when(f.col("mismatched") > 0, "mismatched").otherwise(f.col("best")))
+        )
+        wrong = tasks.where(f.col("outcome").isin(*[name for name, text in OUTCOMES.items() if text]))
+        columns = wrong.select("task_id", "topic", "outcome").orderBy("task_id", "topic", "outcome").limit(MOST_LISTED)
+        counts = tasks.groupBy("topic", "outcome").agg(
+            f.count("*").alias("tasks"), f.sum("republished").alias("republished")
+        )
+        topics: dict[str, dict[str, int]] = {}
+        for row in collected(counts):
+            of_topic = topics.setdefault(row["topic"], dict.fromkeys(_COUNTS, 0))
+            of_topic[row["outcome"]] += row["tasks"]
+            of_topic["registered"] += row["tasks"]
+            of_topic["republished"] += row["republished"]
+        return collected(columns), topics
+
+    def _tree(self, rules: audit.Rules) -> Tree:
+        """Return the tree over the archived tasks of the window. Spark sorts them by the bytes of their IDs."""
+        created = f.col("created_at")
+        tasks = self._archived.where((created >= f.lit(rules.since)) & (created < f.lit(rules.until)))
+        tree = Tree()
+        for row in tasks.select("task_id", "digest").distinct().orderBy("task_id", "digest").toLocalIterator():
+            tree.add(row.task_id, row.digest)
+        return tree
+
+    def _inputs(self) -> dict[str, str]:
+        """Return the digests of the files by their names in a certificate."""
+        files = {}
+        for window in self._windows:
+            text = window.folder.read(MANIFEST) or ""
+            files[f"{ARCHIVE}{window.folder.name}/{MANIFEST}"] = hashlib.sha256(text.encode()).hexdigest()
+            if window.manifest.rows:
+                for path, digest in self._digests(str(window.folder / window.manifest.data)):
+                    files[f"{ARCHIVE}{window.folder.name}{path.rpartition(window.folder.name)[2]}"] = digest
+        received = self._digests(self._settings.received)
+        folders = [path.split("/")[:-1] for path, _ in received]
+        shared = sum(1 for _ in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False)))
+        return files | {RECEIVED + "/".join(path.split("/")[shared:]): digest for path, digest in received}
+
+    def _digests(self, path: str) -> list[tuple[str, str]]:
+        files = self._spark.read.option("recursiveFileLookup", True).format("binaryFile").load(path)
+        return [
+            (row.path, row.digest) for row in files.select("path", f.sha2("content", 256).alias("digest")).collect()
+        ]
