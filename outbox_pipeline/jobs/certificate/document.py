@@ -153,7 +153,7 @@ def _check_counts(content: Mapping[str, Any], where: str) -> None:
     for name, counts in {"all topics": totals, **topics}.items():
         if counts["registered"] != sum(counts[each] for each in OUTCOMES):
             raise OutboxError(f"{where}: the outcomes of {name} do not add up to {counts['registered']:,} tasks")
-    for each in topics and ("registered", *OUTCOMES):
+    for each in ("registered", *OUTCOMES):
         if totals[each] != sum(counts[each] for counts in topics.values()):
             raise OutboxError(f"{where}: the count {each} of the topics does not add up to {totals[each]:,}")
 

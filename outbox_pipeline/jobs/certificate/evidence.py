@@ -16,6 +16,7 @@ from outbox_pipeline.jobs.certificate.document import ARCHIVE, Certificate
 
 #: Files that are no inputs: hidden ones, and the notes about a purge.
 _IGNORED = re.compile(r"(^|/)(\.|_(?!manifest\.json$)[^/=]*$)")
+_COLUMNS = ["Id", "CreatedAt", "SentAt", "Data"]
 #: A file whose digest is computed in parts of this many bytes.
 _PART = 1 << 20
 
@@ -58,9 +59,9 @@ class Evidence:
 
     def _tasks_of(self, name: str, certificate: Certificate) -> Iterator[tuple[str, str]]:
         with self._system.open_input_file(self.files[name]) as file:
-            for batch in pq.ParquetFile(file).iter_batches(columns=["Id", "CreatedAt", "SentAt", "Data"]):
+            for batch in pq.ParquetFile(file).iter_batches(columns=_COLUMNS):
                 columns: Any = batch.to_pydict()
-                for id, at, sent_at, data in zip(*columns.values(), strict=True):
+                for id, at, sent_at, data in zip(*(columns[name] for name in _COLUMNS), strict=True):
                     if sent_at and certificate.since <= at < certificate.until:
                         message = parsed(data)
                         empty = hashlib.sha256().hexdigest()
