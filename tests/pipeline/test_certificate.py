@@ -1,17 +1,33 @@
 """Certificates from end to end: issued by the audit, verified offline, and proofs of single tasks."""
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
+from outbox.base.times import shown
 from outbox.program.settings import DatabaseSettings
+from outbox.table.states import NEVER
 from outbox_pipeline import cli
-from tests.support.certificates import DAYS, Place, audit, payload, prepare
+from outbox_pipeline.jobs.audit.attributes import sha256_of
+from publishworker.telemetry import clients
+from tests.support.archives import remove, rewrite
+from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
+from tests.support.operations import insert, row
+from tests.support.pipeline import write_lines
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("in_process")
+PAGE = (ROOT / "docs/pipeline/certificate.md").read_text(encoding="utf-8")
+PREVIOUS = "certificate-%Y-%m-%d.json"
 
 
 @pytest.fixture
@@ -23,16 +39,25 @@ def place(spark: SparkSession, target: DatabaseSettings, database: Database, tmp
 
 
 def test_days_are_certified_verified_offline_and_prove_their_tasks(
-    target: DatabaseSettings, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: DatabaseSettings,
+    place: Place,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    client = mock.Mock()
+    monkeypatch.setattr(clients, "_datadog", lambda: client)
     first, second = (place.path(f"certificate-{day:%Y-%m-%d}.json") for day in DAYS[:2])
     assert cli.main(audit(target, place, DAYS[0], "one")) == 0
     assert capsys.readouterr().out.startswith("COMPLETE: 5 tasks delivered\n")
     assert first.read_text().startswith('{"summary": "COMPLETE: 5 tasks delivered",\n')
-    assert cli.main(audit(target, place, DAYS[1], "two", previous=str(place.path("certificate-%Y-%m-%d.json")))) == 0
+    assert cli.main(audit(target, place, DAYS[1], "two", previous=str(place.path(PREVIOUS)))) == 0
+    runs = [call.kwargs["tags"] for call in client.increment.call_args_list if "run_count" in call.args[0]]
+    assert runs == [["job:audit", "result:done"], ["job:certificate", "result:done"]] * 2
     predicate = payload(second)["predicate"]
     assert predicate["counts"]["registered"] == 5
     assert {topic: counts["delivered"] for topic, counts in predicate["topics"].items()} == {"bills": 3, "orders": 2}
+
     capsys.readouterr()
     code = cli.main(place.verify(*place.inputs()))
     printed = capsys.readouterr()
@@ -43,8 +68,145 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(
     assert cli.main(["certificate", "prove", "20-4", *prove]) == 0
     proof = tmp_path / "proof.json"
     proof.write_text(capsys.readouterr().out)
-    assert len(json.loads(proof.read_text())["path"]) in {1, 2, 3}
+    assert json.loads(proof.read_text())["digest"] == sha256_of(b"paid", {"kind": "order", "amount": "4"})
     assert cli.main(place.verify("--proof", str(proof), files=[first])) == 0
-    assert "contains task '20-4'" in capsys.readouterr().out
+    assert "contains task '20-4', delivered, with" in capsys.readouterr().out
     assert cli.main(["certificate", "prove", "21-4", *prove]) == 1
     assert "Task '21-4' is not in" in capsys.readouterr().err
+    can_be_checked_by_hand(place, first)
+
+
+def can_be_checked_by_hand(place: Place, certificate: Path) -> None:
+    """Execute the page's commands with openssl and sha256sum, on the certificate and on a changed one."""
+    by_hand, of_message = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    printed = subprocess.run(["bash", "-ec", of_message], capture_output=True, text=True, check=True).stdout
+    assert printed.split()[0] == sha256_of(b"paid", {"kind": "order"})
+    hand = place.path("hand")
+    hand.mkdir()
+    for name, target in (("archive", "archive"), ("key.pub", "key.pub"), ("received", "received/2026-10-20")):
+        (hand / name).symlink_to(place.path(target))
+    script = by_hand.replace("certificate-2026-11-20.json", str(certificate))
+    done = subprocess.run(["bash", "-ec", script], cwd=hand, capture_output=True, text=True, check=True)
+    following = payload(place.path("certificate-2026-10-21.json"))["predicate"]["previous"]
+    assert done.stdout.splitlines() == ["Signature Verified Successfully", f"{following}  payload.json"]
+    changed = script.replace("cat payload.json", "tr 5 6 < payload.json")
+    assert subprocess.run(["bash", "-ec", changed], cwd=hand, capture_output=True, check=False).returncode == 1
+
+
+def test_a_verifier_imports_neither_spark_nor_spanner(tmp_path: Path):
+    (tmp_path / "key.pub").write_text("")
+    program = (
+        "import sys; from outbox_pipeline import cli; "
+        "from outbox_pipeline.jobs.certificate import commands; "
+        f"cli.main(['certificate', 'verify', 'none', '--public-key', {str(tmp_path / 'key.pub')!r}]); "
+        "print(sorted({'pyspark', 'google.cloud.spanner_v1', 'google.cloud.kms'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_day_that_is_certified_again_has_the_same_digest(
+    target: DatabaseSettings, place: Place, database: Database, capsys: pytest.CaptureFixture[str]
+):
+    """Although tasks were retried and deleted since, and later windows archived."""
+    assert cli.main(audit(target, place, DAYS[1], "one")) == 0
+    [file] = place.files
+    before = file.read_bytes()
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("21-0", DAYS[3])])
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("21-1", None)])
+    database.execute_partitioned_dml("DELETE FROM AsynchronousTasks WHERE Id = '21-2'")
+    assert cli.main(audit(target, place, DAYS[1], "two")) == 0
+    assert file.read_bytes() == before
+    first, more = str(place.path("0.json")), str(place.path("1.json"))
+    assert cli.main(audit(target, place, DAYS[0], "three", certificate=first)) == 0
+    assert cli.main(audit(target, place, DAYS[1], "four", previous=first, certificate=more)) == 0
+    capsys.readouterr()
+    assert cli.main(audit(target, place, DAYS[1], "five", previous=first)) == 1
+    assert "exists, and is another certificate" in capsys.readouterr().err
+
+
+def test_a_day_with_losses_says_so_in_its_first_line(
+    target: DatabaseSettings, place: Place, database: Database, capsys: pytest.CaptureFixture[str]
+):
+    file = place.path("received/2026-10-20/1.jsonl")
+    _, one, two = map(json.loads, file.read_text().splitlines())
+    other = received("20-2", DAYS[0] + 2 * HOUR + SECOND, b"paid twice", kind="order", amount="2")
+    assert two["message_id"] == other["message_id"]
+    write_lines(file, [one, other])
+    unsent = {"CreatedAt": DAYS[0] + HOUR, "Data": data(b"paid")}
+    insert(database, [row("waits", **unsent), row("dead", AvailableAt=NEVER, LastError="too large", **unsent)])
+    assert cli.main(audit(target, place, DAYS[0], "one")) == 1
+    line = "INCOMPLETE: 1 lost and 1 received with other content and 1 pending and 1 dead of 7 tasks"
+    assert capsys.readouterr().out.startswith(f"{line}\n")
+    [certificate] = place.files
+    assert certificate.read_text().startswith(f'{{"summary": "{line}",\n')
+    listed = {each["task_id"]: each["outcome"] for each in payload(certificate)["predicate"]["not_delivered"]}
+    assert listed == {"20-0": "lost", "20-2": "mismatched", "waits": "pending", "dead": "dead"}
+    assert cli.main(place.verify(*place.inputs()[:2])) == 0
+    assert capsys.readouterr().out.startswith(line)
+
+
+def _cut(place: Place) -> None:
+    file = place.path("received/2026-10-20/2.jsonl")
+    file.write_text(file.read_text()[:-40])
+
+
+def _swap(place: Place) -> None:
+    """Replace a file of the archive by one with as many other tasks."""
+    one, two = sorted(place.path("archive").glob("window=2026102[01]*/run*/*/TopicFolder=orders/*.parquet"))
+    content = two.read_bytes()
+    remove(two)
+    two.write_bytes(one.read_bytes())
+    assert one.read_bytes() != content
+
+
+def _manifest(day: int) -> Callable[[Place], None]:
+    return lambda place: remove(next(place.path("archive").glob(f"window=202610{day}T*/_manifest.json")))
+
+
+NOTHING: Callable[[Place], object] = lambda _: None  # noqa: E731 - one of the changes
+REFUSED: dict[str, tuple[Callable[[Place], object], dict[str, str], str]] = {
+    "a window of the archive has no manifest": (_manifest(21), {}, "A window between .* is missing"),
+    "the last window has no manifest": (_manifest(22), {"since": "2026-10-21", "until": "2026-10-22"}, "is open"),
+    "a window of the archive has other tasks": (_swap, {}, "contains other tasks than its manifest says"),
+    "the archive begins later": (NOTHING, {"since": "2026-10-19"}, "The archive begins at 2026-10-20"),
+    "the window is open": (NOTHING, {"since": "2026-10-22", "until": "2026-10-23"}, "is open: the archive must reach"),
+    "a received file ends early": (_cut, {}, "has 1 unreadable line, as a file that ends early"),
+    "the key is missing": (NOTHING, {"key-file": "none"}, "none cannot be read"),
+    "there is no key": (NOTHING, {"key-file": ""}, "needs --archive, --received, and either --key-file or --kms-key"),
+    "the one before is missing": (NOTHING, {"previous": "none.json"}, "--previous none.json does not exist"),
+}
+
+
+def test_incomplete_inputs_get_no_certificate(
+    target: DatabaseSettings, place: Place, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for number, (name, (change, flags, sentence)) in enumerate(REFUSED.items()):
+        (tmp_path / str(number)).mkdir()
+        copy = place.copy(tmp_path / str(number))
+        change(copy)
+        given = {key: f"{text}T00:00:00Z" if key in {"since", "until"} else text for key, text in flags.items()}
+        code = cli.main(audit(target, copy, DAYS[0], f"out-{number}", **given))
+        error = capsys.readouterr().err
+        assert code in {1, 2}, name
+        assert re.search(sentence, error), (name, error)
+        assert copy.files == [], name
+    insert(database, [row("late", Data=data(b"paid"), CreatedAt=DAYS[0] + HOUR, SentAt=DAYS[0] + 2 * HOUR)])
+    assert cli.main(audit(target, place, DAYS[0], "lacks")) == 1
+    assert "archive lacks 1 task of the window, sent or cancelled before" in capsys.readouterr().err
+
+
+def test_a_certificate_must_follow_the_one_before(
+    target: DatabaseSettings, place: Place, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(audit(target, place, DAYS[0], "one")) == 0
+    first = str(place.path("certificate-2026-10-20.json"))
+    for output, since, sentence in (("gap", DAYS[1] + HOUR, "a gap between"), ("over", DAYS[1] - HOUR, "an overlap")):
+        flags = {"since": shown(since), "until": shown(DAYS[1] + timedelta(hours=9)), "previous": first}
+        file = str(place.path("next.json"))
+        assert cli.main(audit(target, place, DAYS[1], output, certificate=file, **flags)) == 1
+        assert sentence in capsys.readouterr().err
+    rewrite(Path(first), "{}")
+    assert cli.main(audit(target, place, DAYS[1], "none", previous=first)) == 1
+    assert "is not a certificate" in capsys.readouterr().err
