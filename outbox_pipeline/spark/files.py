@@ -47,7 +47,7 @@ class Folder:
     @property
     def parent(self) -> "Folder":
         """Return the folder that contains it."""
-        return Folder(self._spark, str(self._path.getParent().toString()))
+        return Folder(self._spark, str(self._path.getParent().toString()) or ".")
 
     def __truediv__(self, name: str) -> "Folder":
         """Return the child `name`."""

@@ -17,6 +17,7 @@ from outbox.base.times import shown
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
+from outbox_pipeline.jobs.archive.log import commit_name
 from outbox_pipeline.jobs.audit.attributes import sha256_of
 from publishworker.telemetry import clients
 from tests.support.archives import remove, rewrite
@@ -118,11 +119,8 @@ def test_a_day_that_is_certified_again_has_the_same_digest(
     database.execute_partitioned_dml("DELETE FROM AsynchronousTasks WHERE Id = '21-2'")
     assert cli.main(audit(target, place, DAYS[1], "two")) == 0
     assert file.read_bytes() == before
-    first, more = str(place.path("0.json")), str(place.path("1.json"))
-    assert cli.main(audit(target, place, DAYS[0], "three", certificate=first)) == 0
-    assert cli.main(audit(target, place, DAYS[1], "four", previous=first, certificate=more)) == 0
     capsys.readouterr()
-    assert cli.main(audit(target, place, DAYS[1], "five", previous=first)) == 1
+    assert cli.main(audit(target, place, DAYS[1], "three", grace="11m")) == 1
     assert "exists, and is another certificate" in capsys.readouterr().err
 
 
@@ -161,15 +159,15 @@ def _swap(place: Place) -> None:
     assert one.read_bytes() != content
 
 
-def _manifest(day: int) -> Callable[[Place], None]:
-    return lambda place: remove(next(place.path("archive").glob(f"window=202610{day}T*/_manifest.json")))
+def _commit(version: int) -> Callable[[Place], None]:
+    return lambda place: remove(place.path("archive") / commit_name(version))
 
 
 NOTHING: Callable[[Place], object] = lambda _: None  # noqa: E731 - one of the changes
 REFUSED: dict[str, tuple[Callable[[Place], object], dict[str, str], str]] = {
-    "a window of the archive has no manifest": (_manifest(21), {}, "A window between .* is missing"),
-    "the last window has no manifest": (_manifest(22), {"since": "2026-10-21", "until": "2026-10-22"}, "is open"),
-    "a window of the archive has other tasks": (_swap, {}, "contains other tasks than its manifest says"),
+    "a window of the archive has no commit": (_commit(2), {}, "is missing|cannot be read"),
+    "the last window has no commit": (_commit(3), {"since": "2026-10-21", "until": "2026-10-22"}, "is open"),
+    "a window of the archive has other tasks": (_swap, {}, "are not those that were archived"),
     "the archive begins later": (NOTHING, {"since": "2026-10-19"}, "The archive begins at 2026-10-20"),
     "the window is open": (NOTHING, {"since": "2026-10-22", "until": "2026-10-23"}, "is open: the archive must reach"),
     "a received file ends early": (_cut, {}, "has 1 unreadable line, as a file that ends early"),

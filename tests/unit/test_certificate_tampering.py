@@ -51,11 +51,14 @@ def files_of(place: Place, day: datetime) -> dict[str, str]:
         "Data": [data(b"paid", a="b")] * 4,
     }
     pq.write_table(pa.table(rows), run / "part-0.parquet")
-    (folder / "_manifest.json").write_text(json.dumps({"since": shown(day), "data": "run=0"}))
+    log = place.path("archive/_delta_log")
+    log.mkdir(exist_ok=True)
+    (log / f"{day:%d}.json").write_text(json.dumps({"since": shown(day), "data": f"{folder.name}/run=0"}))
     received = place.path("received") / f"{day:%d}"
     received.mkdir(parents=True)
     (received / "1.jsonl").write_text(f'{{"message_id": "{day}"}}\n')
-    inputs = [(document.ARCHIVE, place.path("archive"), each) for each in folder.rglob("*.*") if each.is_file()]
+    archived = [run / "part-0.parquet", log / f"{day:%d}.json"]
+    inputs = [(document.ARCHIVE, place.path("archive"), each) for each in archived]
     inputs.append((document.RECEIVED, received, received / "1.jsonl"))
     return {f"{kind}{each.relative_to(base)}": digest(each) for kind, base, each in inputs}
 
@@ -200,7 +203,7 @@ def other_public_key(place: Place) -> None:
     shutil.copy(place.path("other.pub"), place.path("key.pub"))
 
 
-WINDOW = "archive/window=20261121T*"
+WINDOW, COMMIT = "archive/window=20261121T*", "archive/_delta_log/21.json"
 WRONG = COUNTS | {"delivered": 3}
 LATER = {"since": shown(FIRST + DAY), "until": shown(FIRST + 3 * DAY)}
 CHANGES: dict[str, tuple[Change, str]] = {
@@ -251,8 +254,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
         files(f"{WINDOW}/**/*.parquet", lambda file: shutil.copy(file, file.with_name("part-1.parquet"))),
         r"part-1\.parquet was added since",
     ),
-    "a manifest is changed": (files(f"{WINDOW}/_manifest.json", flipped), r"_manifest\.json was changed since"),
-    "a manifest is removed": (files(f"{WINDOW}/_manifest.json", Path.unlink), r"lacks window=.*_manifest\.json"),
+    "a commit is changed": (files(COMMIT, flipped), r"21\.json was changed since"),
+    "a commit is removed": (files(COMMIT, Path.unlink), r"lacks _delta_log/21\.json"),
     "a window is removed": (files(WINDOW, shutil.rmtree), "lacks window=20261121T"),
     "a received file is changed": (files("received/21/*", flipped), r"lacks the file 1\.jsonl of .*or it was changed"),
     "a received file is removed": (files("received/21/*", Path.unlink), r"lacks the file 1\.jsonl of .*21\.json"),

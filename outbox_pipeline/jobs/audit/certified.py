@@ -4,13 +4,12 @@ So a later run has the same certificate, even if tasks were sent again, purged o
 """
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox._version import __version__
@@ -18,7 +17,8 @@ from outbox.base.times import shown
 from outbox.base.values import counted
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs.archive.windows import MANIFEST, Archive, ArchiveWindow, checksum_columns, floor
+from outbox_pipeline.jobs.archive.log import Window
+from outbox_pipeline.jobs.archive.windows import Archive, floor
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.certificate import document, keys
 from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
@@ -63,54 +63,58 @@ class Certifier:
     """Certifies one audit."""
 
     def __init__(self, spark: SparkSession, settings: AuditSettings, database: str) -> None:
-        """Load the key and the previous certificate. Raises SettingError, OutboxError, NotReached."""
+        """Load the key and the previous certificate, with `dated` settings. Raises SettingError, OutboxError, NotReached."""
         self._spark = spark
         self._settings = settings
         self._database = database
+        self._since: Any = settings.since
+        self._until: Any = settings.until
         self._signer = keys.kms_signer(settings.kms_key) if settings.kms_key else keys.file_signer(settings.key_file)
         self._previous = self._read_previous() if settings.previous else None
         self._archive = Archive(spark, settings.archive)
-        self._windows: Sequence[ArchiveWindow] = ()
+        self._windows: Sequence[Window] = ()
 
     def _read_previous(self) -> document.Certificate:
         path = Folder(self._spark, self._settings.previous)
         text = path.parent.read(path.name)
         if text is None:
             raise OutboxError(f"--previous {path} does not exist. Certify that window first")
-        return document.read(document.payload_of(text.encode(), str(path)), str(path))
+        found = document.read(document.payload_of(text.encode(), str(path)), str(path))
+        document.check_next(found, self._settings.certificate, self._database, self._since)
+        return found
 
-    def covering(self, windows: Sequence[ArchiveWindow], rules: audit.Rules) -> Sequence[ArchiveWindow]:
+    def covering(self, windows: Sequence[Window], rules: audit.Rules) -> Sequence[Window]:
         """Return the archived windows in which the tasks were sent, to the first that ends `grace` after the window.
 
         Raises OutboxError if there are none yet, or if one is damaged.
         """
-        since, last = rules.since or rules.until, rules.until + rules.grace
-        first = windows[0].manifest.since
-        if first > since:
+        first, last = windows[0].since, self._until + rules.grace
+        if first > self._since:
             raise OutboxError(f"The archive begins at {shown(first)}, so no window before {shown(first)} is certified")
-        cut = next((n for n, each in enumerate(windows, 1) if each.manifest.until >= last), None)
-        if cut is None or (end := windows[cut - 1].manifest.until) + rules.grace > rules.horizon:
+        cut = next((n for n, each in enumerate(windows, 1) if each.until >= last), None)
+        if cut is None or (end := windows[cut - 1].until) + rules.grace > rules.horizon:
             raise OutboxError(
-                f"The window to {shown(rules.until)} is open: the archive must reach {shown(last)}, and reaches "
-                f"{shown(windows[-1].manifest.until)}; the messages must be known for --grace longer. Certify it later"
+                f"The window to {shown(self._until)} is open: the archive must reach {shown(last)}, and reaches "
+                f"{shown(windows[-1].until)}; the messages must be known for --grace longer. Certify it later"
             )
         self._end = end
-        self._windows = [each for each in windows[:cut] if each.manifest.until > since]
+        self._windows = [each for each in windows[:cut] if each.until > self._since]
         for window in self._windows:
-            [(_, checksum)] = self._archive.read([window]).select(*checksum_columns()).collect()
-            if checksum != window.manifest.checksum:
-                raise OutboxError(f"{window.folder} contains other tasks than its manifest says. Restore its files")
+            found = self._digests(self._archive.path(window.data)) if window.rows else []
+            if {path[path.index(window.data) :]: digest for path, digest in found} != window.files:
+                raise OutboxError(f"The files of {window.data} are not those that were archived. Restore them")
         return self._windows
 
     def known(self, table: DataFrame, cancelled: DataFrame, archived: DataFrame) -> list[DataFrame]:
         """Return the sendings as of the end of the windows. Raises OutboxError if the archive lacks one."""
         self._archived = archived.where("sent_at IS NOT NULL")
         live = table.unionByName(cancelled).withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
-        created, end = f.col("created_at"), f.lit(self._end)
-        of_window = (created >= f.lit(self._settings.since)) & (created < f.lit(self._settings.until))
+        end = f.lit(self._end)
         task = ["task_id", "created_at"]
         kept = archived.withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
-        lacking = live.where(of_window & (f.col("ended") < end)).join(kept, [*task, "ended"], "left_anti").count()
+        lacking = (
+            live.where(self._of_window() & (f.col("ended") < end)).join(kept, [*task, "ended"], "left_anti").count()
+        )
         if lacking:
             raise OutboxError(
                 f"{self._settings.archive} lacks {counted(lacking, 'task')} of the window, sent or cancelled before "
@@ -120,6 +124,10 @@ class Certifier:
         nothing = f.lit(None).cast("timestamp")
         as_of_end = unsent.withColumns({"sent_at": nothing, "cancelled_at": nothing}).select(*archived.columns)
         return [archived, as_of_end]
+
+    def _of_window(self) -> Column:
+        created = f.col("created_at")
+        return (created >= f.lit(self._since)) & (created < f.lit(self._until))
 
     def issue(self, rows: DataFrame, rules: audit.Rules, done: Any) -> tuple[str, str]:
         """Sign and write the certificate, and return its digest and first line. Raises OutboxError."""
@@ -132,7 +140,7 @@ class Certifier:
         totals = {name: sum(counts[name] for counts in topics.values()) for name in _COUNTS}
         content = {
             "database": self._database,
-            "window": {"since": shown(rules.since or rules.until), "until": shown(rules.until)},
+            "window": {"since": shown(self._since), "until": shown(self._until)},
             "previous": self._previous.digest if self._previous else None,
             "audit": {
                 "version": __version__,
@@ -140,15 +148,13 @@ class Certifier:
                 "grace_seconds": rules.grace.total_seconds(),
                 "received_data": self._settings.received_data,
             },
-            "tasks": self._tree(rules).summary(),
+            "tasks": self._tree().summary(),
             "counts": totals | {"unknown": done.unknown, "foreign": done.foreign},
             "topics": topics,
             "not_delivered": listed,
         }
         payload = document.payload(content, self._inputs())
         certificate = document.read(payload, self._settings.certificate)
-        if self._previous:
-            document.check_next(self._previous, certificate)
         self._write(payload)
         return certificate.digest, str(certificate.content["summary"])
 
@@ -182,24 +188,19 @@ class Certifier:
             of_topic["republished"] += row["republished"]
         return collected(columns), topics
 
-    def _tree(self, rules: audit.Rules) -> Tree:
+    def _tree(self) -> Tree:
         """Return the tree over the archived tasks of the window. Spark sorts them by the bytes of their IDs."""
-        created = f.col("created_at")
-        tasks = self._archived.where((created >= f.lit(rules.since)) & (created < f.lit(rules.until)))
-        tree = Tree()
+        tasks, tree = self._archived.where(self._of_window()), Tree()
         for row in tasks.select("task_id", "digest").distinct().orderBy("task_id", "digest").toLocalIterator():
             tree.add(row.task_id, row.digest)
         return tree
 
     def _inputs(self) -> dict[str, str]:
         """Return the digests of the files by their names in a certificate."""
-        files = {}
+        files: dict[str, str] = {}
         for window in self._windows:
-            text = window.folder.read(MANIFEST) or ""
-            files[f"{ARCHIVE}{window.folder.name}/{MANIFEST}"] = hashlib.sha256(text.encode()).hexdigest()
-            if window.manifest.rows:
-                for path, digest in self._digests(str(window.folder / window.manifest.data)):
-                    files[f"{ARCHIVE}{window.folder.name}{path.rpartition(window.folder.name)[2]}"] = digest
+            named = {window.commit: self._archive.log.digest(window), **window.files}
+            files |= {ARCHIVE + name: digest for name, digest in named.items()}
         received = self._digests(self._settings.received)
         folders = [path.split("/")[:-1] for path, _ in received]
         shared = sum(1 for _ in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False)))

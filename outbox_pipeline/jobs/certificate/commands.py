@@ -10,7 +10,7 @@ from outbox.base.values import counted
 from outbox.errors import OutboxError, SettingError
 from outbox.program.terminal import as_json, say
 from outbox_pipeline.jobs.certificate import keys, merkle
-from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, RECEIVED, Certificate, check_next, verified
+from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, RECEIVED, Certificate, check_chain, verified
 from outbox_pipeline.jobs.certificate.evidence import Evidence
 
 
@@ -52,7 +52,7 @@ def _chain(files: Sequence[str], public_keys: Sequence[str]) -> list[Certificate
     known = [keys.public_key(keys.contents(path), path) for path in public_keys]
     found = sorted((verified(keys.contents(file), file, known) for file in files), key=lambda each: each.since)
     for before, after in itertools.pairwise(found):
-        check_next(before, after)
+        check_chain(before, after)
     return found
 
 
@@ -64,7 +64,7 @@ def _check_archive(certificate: Certificate, archive: Evidence) -> list[tuple[st
             raise OutboxError(f"{archive.path} lacks {name}, which {certificate.where} names")
         if archive.digest(name) != digest:
             raise OutboxError(f"{archive.path}/{name} was changed since {certificate.where}")
-    # The manifest names one folder of files, and a killed run may have left others.
+    # The log names one folder of files for each window, and a killed run may have left others.
     folders = {_folder(name) for name in wanted}
     for name in archive.files.keys() - wanted.keys():
         if name.endswith(".parquet") and _folder(name) in folders:

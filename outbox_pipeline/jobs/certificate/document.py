@@ -158,20 +158,24 @@ def _check_counts(content: Mapping[str, Any], where: str) -> None:
             raise OutboxError(f"{where}: the count {each} of the topics does not add up to {totals[each]:,}")
 
 
-def check_next(before: Certificate, after: Certificate) -> None:
-    """Check that a certificate follows another one in the chain. Raises OutboxError."""
-    old, new = before.content["database"], after.content["database"]
-    if old != new:
-        raise OutboxError(f"{after.where} is of {new}, but {before.where} is of {old}")
+def check_chain(before: Certificate, after: Certificate) -> None:
+    """Check that a certificate follows another one. Raises OutboxError."""
     if before.digest == after.digest:
         raise OutboxError(f"{before.where} and {after.where} are the same certificate. Pass it once")
-    if before.until != after.since:
-        between = "a gap" if before.until < after.since else "an overlap"
-        raise OutboxError(
-            f"There is {between} between {before.where}, which ends at {shown(before.until)}, and {after.where}, which "
-            f"begins at {shown(after.since)}"
-        )
+    check_next(before, after.where, after.content["database"], after.since)
     if after.content["previous"] != before.digest:
         raise OutboxError(
             f"{after.where} follows the certificate {after.content['previous']}, but {before.where} is {before.digest}"
+        )
+
+
+def check_next(before: Certificate, where: str, database: str, since: datetime) -> None:
+    """Check that a window follows that of a certificate. Raises OutboxError."""
+    if before.content["database"] != database:
+        raise OutboxError(f"{where} is of {database}, but {before.where} is of {before.content['database']}")
+    if before.until != since:
+        between = "a gap" if before.until < since else "an overlap"
+        raise OutboxError(
+            f"There is {between} between {before.where}, which ends at {shown(before.until)}, and {where}, which "
+            f"begins at {shown(since)}"
         )

@@ -14,8 +14,8 @@ from outbox.message import parsed
 from outbox_pipeline.jobs.audit.attributes import sha256_of
 from outbox_pipeline.jobs.certificate.document import ARCHIVE, Certificate
 
-#: Files that are no inputs: hidden ones, and the notes about a purge.
-_IGNORED = re.compile(r"(^|/)(\.|_(?!manifest\.json$)[^/=]*$)")
+#: Files that are no inputs, whose names begin with a dot or _.
+_IGNORED = re.compile(r"(^|/)[._][^/]*$")
 _COLUMNS = ["Id", "CreatedAt", "SentAt", "Data"]
 #: A file whose digest is computed in parts of this many bytes.
 _PART = 1 << 20
