@@ -63,7 +63,7 @@ class Certifier:
     """Certifies one audit."""
 
     def __init__(self, spark: SparkSession, settings: AuditSettings, database: str) -> None:
-        """Load the key and the previous certificate, with `dated` settings. Raises SettingError, OutboxError, NotReached."""
+        """Load the key and the previous certificate. Raises SettingError, OutboxError, NotReached."""
         self._spark = spark
         self._settings = settings
         self._database = database
