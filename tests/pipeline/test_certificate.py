@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,13 +20,13 @@ from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive.log import commit_name
 from outbox_pipeline.jobs.audit.attributes import sha256_of
 from publishworker.telemetry import clients
-from tests.support.archives import remove, rewrite
+from tests.support.archives import remove
 from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
 from tests.support.operations import insert, row
 from tests.support.pipeline import write_lines
 from tests.support.processes import ROOT
 
-pytestmark = pytest.mark.usefixtures("in_process")
+pytestmark = [pytest.mark.usefixtures("in_process"), pytest.mark.timeout(600)]
 PAGE = (ROOT / "docs/pipeline/certificate.md").read_text(encoding="utf-8")
 PREVIOUS = "certificate-%Y-%m-%d.json"
 
@@ -39,9 +39,10 @@ def place(spark: SparkSession, target: DatabaseSettings, database: Database, tmp
     return made
 
 
-def test_days_are_certified_verified_offline_and_prove_their_tasks(
+def test_days_are_certified_verified_offline_and_prove_their_tasks(  # noqa: PLR0917 - six fixtures
     target: DatabaseSettings,
     place: Place,
+    database: Database,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -75,6 +76,8 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(
     assert cli.main(["certificate", "prove", "21-4", *prove]) == 1
     assert "Task '21-4' is not in" in capsys.readouterr().err
     can_be_checked_by_hand(place, first)
+    a_window_must_follow_the_one_before(target, place, first, capsys)
+    has_the_same_digest_again(target, place, database, second, capsys)
 
 
 def can_be_checked_by_hand(place: Place, certificate: Path) -> None:
@@ -94,6 +97,33 @@ def can_be_checked_by_hand(place: Place, certificate: Path) -> None:
     assert subprocess.run(["bash", "-ec", changed], cwd=hand, capture_output=True, check=False).returncode == 1
 
 
+def a_window_must_follow_the_one_before(target: DatabaseSettings, place: Place, first: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    for since, sentence in ((DAYS[1] + HOUR, "a gap between"), (DAYS[1] - HOUR, "an overlap between")):
+        assert cli.main(audit(target, place, DAYS[1], "none", since=shown(since), previous=str(first))) == 1
+        assert sentence in capsys.readouterr().err
+    damaged = place.folder.parent / "damaged.json"
+    damaged.write_text("{}")
+    assert cli.main(audit(target, place, DAYS[1], "none", previous=str(damaged))) == 1
+    assert "is not a certificate" in capsys.readouterr().err
+
+
+def has_the_same_digest_again(
+    target: DatabaseSettings, place: Place, database: Database, second: Path, capsys: Any
+) -> None:
+    """Although tasks were retried and deleted since. With another setting, it is another certificate."""
+    before = second.read_bytes()
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("21-0", DAYS[3]), ("21-1", None)])
+    database.execute_partitioned_dml("DELETE FROM AsynchronousTasks WHERE Id = '21-2'")
+    previous = {"previous": str(place.path(PREVIOUS))}
+    assert cli.main(audit(target, place, DAYS[1], "three", **previous)) == 0
+    assert second.read_bytes() == before
+    capsys.readouterr()
+    assert cli.main(audit(target, place, DAYS[1], "four", grace="11m", **previous)) == 1
+    assert "exists, and is another certificate" in capsys.readouterr().err
+
+
 def test_a_verifier_imports_neither_spark_nor_spanner(tmp_path: Path):
     (tmp_path / "key.pub").write_text("")
     program = (
@@ -104,45 +134,6 @@ def test_a_verifier_imports_neither_spark_nor_spanner(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_a_day_that_is_certified_again_has_the_same_digest(
-    target: DatabaseSettings, place: Place, database: Database, capsys: pytest.CaptureFixture[str]
-):
-    """Although tasks were retried and deleted since, and later windows archived."""
-    assert cli.main(audit(target, place, DAYS[1], "one")) == 0
-    [file] = place.files
-    before = file.read_bytes()
-    with database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("21-0", DAYS[3])])
-        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("21-1", None)])
-    database.execute_partitioned_dml("DELETE FROM AsynchronousTasks WHERE Id = '21-2'")
-    assert cli.main(audit(target, place, DAYS[1], "two")) == 0
-    assert file.read_bytes() == before
-    capsys.readouterr()
-    assert cli.main(audit(target, place, DAYS[1], "three", grace="11m")) == 1
-    assert "exists, and is another certificate" in capsys.readouterr().err
-
-
-def test_a_day_with_losses_says_so_in_its_first_line(
-    target: DatabaseSettings, place: Place, database: Database, capsys: pytest.CaptureFixture[str]
-):
-    file = place.path("received/2026-10-20/1.jsonl")
-    _, one, two = map(json.loads, file.read_text().splitlines())
-    other = received("20-2", DAYS[0] + 2 * HOUR + SECOND, b"paid twice", kind="order", amount="2")
-    assert two["message_id"] == other["message_id"]
-    write_lines(file, [one, other])
-    unsent = {"CreatedAt": DAYS[0] + HOUR, "Data": data(b"paid")}
-    insert(database, [row("waits", **unsent), row("dead", AvailableAt=NEVER, LastError="too large", **unsent)])
-    assert cli.main(audit(target, place, DAYS[0], "one")) == 1
-    line = "INCOMPLETE: 1 lost and 1 received with other content and 1 pending and 1 dead of 7 tasks"
-    assert capsys.readouterr().out.startswith(f"{line}\n")
-    [certificate] = place.files
-    assert certificate.read_text().startswith(f'{{"summary": "{line}",\n')
-    listed = {each["task_id"]: each["outcome"] for each in payload(certificate)["predicate"]["not_delivered"]}
-    assert listed == {"20-0": "lost", "20-2": "mismatched", "waits": "pending", "dead": "dead"}
-    assert cli.main(place.verify(*place.inputs()[:2])) == 0
-    assert capsys.readouterr().out.startswith(line)
 
 
 def _cut(place: Place) -> None:
@@ -177,7 +168,26 @@ REFUSED: dict[str, tuple[Callable[[Place], object], dict[str, str], str]] = {
 }
 
 
-def test_incomplete_inputs_get_no_certificate(
+def says_losses_in_its_first_line(target: DatabaseSettings, place: Place, database: Database, capsys: Any) -> None:
+    file = place.path("received/2026-10-20/1.jsonl")
+    _, one, two = map(json.loads, file.read_text().splitlines())
+    other = received("20-2", DAYS[0] + 2 * HOUR + SECOND, b"paid twice", kind="order", amount="2")
+    assert two["message_id"] == other["message_id"]
+    write_lines(file, [one, other])
+    unsent = {"CreatedAt": DAYS[0] + HOUR, "Data": data(b"paid")}
+    insert(database, [row("waits", **unsent), row("dead", AvailableAt=NEVER, LastError="too large", **unsent)])
+    assert cli.main(audit(target, place, DAYS[0], "one")) == 1
+    line = "INCOMPLETE: 1 lost and 1 received with other content and 1 pending and 1 dead of 7 tasks"
+    assert capsys.readouterr().out.startswith(f"{line}\n")
+    [certificate] = place.files
+    assert certificate.read_text().startswith(f'{{"summary": "{line}",\n')
+    listed = {each["task_id"]: each["outcome"] for each in payload(certificate)["predicate"]["not_delivered"]}
+    assert listed == {"20-0": "lost", "20-2": "mismatched", "waits": "pending", "dead": "dead"}
+    assert cli.main(place.verify(*place.inputs()[:2])) == 0
+    assert capsys.readouterr().out.startswith(line)
+
+
+def test_losses_are_certified_and_incomplete_inputs_are_not(
     target: DatabaseSettings, place: Place, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     for number, (name, (change, flags, sentence)) in enumerate(REFUSED.items()):
@@ -190,21 +200,7 @@ def test_incomplete_inputs_get_no_certificate(
         assert code in {1, 2}, name
         assert re.search(sentence, error), (name, error)
         assert copy.files == [], name
+    says_losses_in_its_first_line(target, place, database, capsys)
     insert(database, [row("late", Data=data(b"paid"), CreatedAt=DAYS[0] + HOUR, SentAt=DAYS[0] + 2 * HOUR)])
     assert cli.main(audit(target, place, DAYS[0], "lacks")) == 1
     assert "archive lacks 1 task of the window, sent or cancelled before" in capsys.readouterr().err
-
-
-def test_a_certificate_must_follow_the_one_before(
-    target: DatabaseSettings, place: Place, capsys: pytest.CaptureFixture[str]
-):
-    assert cli.main(audit(target, place, DAYS[0], "one")) == 0
-    first = str(place.path("certificate-2026-10-20.json"))
-    for output, since, sentence in (("gap", DAYS[1] + HOUR, "a gap between"), ("over", DAYS[1] - HOUR, "an overlap")):
-        flags = {"since": shown(since), "until": shown(DAYS[1] + timedelta(hours=9)), "previous": first}
-        file = str(place.path("next.json"))
-        assert cli.main(audit(target, place, DAYS[1], output, certificate=file, **flags)) == 1
-        assert sentence in capsys.readouterr().err
-    rewrite(Path(first), "{}")
-    assert cli.main(audit(target, place, DAYS[1], "none", previous=first)) == 1
-    assert "is not a certificate" in capsys.readouterr().err
