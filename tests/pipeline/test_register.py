@@ -1,6 +1,7 @@
 """`register`, on Spark and the emulator: what becomes of rows, also when Spark tasks fail or the job is killed."""
 
 import base64
+import dataclasses
 import enum
 import json
 import random
@@ -50,11 +51,13 @@ def test_a_table_of_the_catalog_is_an_input(
     spark.sql("INSERT INTO invoices VALUES ('a', 'orders', DATE '2026-11-01'), ('b', NULL, DATE '2026-12-01')")
     try:
         given = settings("", f"{tmp_path}/no", target.database, input_table="invoices", topic="usual", key="month")
-        done = [job.run(spark, given) for _ in range(2)]
+        others = {"key": "", "select": "upper(data) AS data, topic"}
+        done = [job.run(spark, each) for each in (given, given, dataclasses.replace(given, **others))]
     finally:
         spark.sql("DROP TABLE invoices")
-    assert [counts(each) for each in done] == [(2, 2, 0, 0, 0), (2, 0, 2, 0, 0)]
-    topics = {id: each["Topic"] for id, each in rows_of(database).items()}
+    assert [counts(each) for each in done] == [(2, 2, 0, 0, 0), (2, 0, 2, 0, 0), (2, 2, 0, 0, 0)]
+    assert sorted(message_of(each).data for each in rows_of(database).values()) == [b"A", b"B", b"a", b"b"]
+    topics = {id: each["Topic"] for id, each in rows_of(database).items() if message_of(each).data.islower()}
     assert topics == {task_id("orders", "2026-11-01"): "orders", task_id("usual", "2026-12-01"): "usual"}
 
 
