@@ -49,6 +49,8 @@ class Discoverer:
         self._insert_reported = False
         #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
         self._in_turn = False
+        #: Whether `begin_turn` has discovered and found nothing new. Then `end_turn` does not discover again.
+        self._discovered_nothing = False
 
     @property
     def topics(self) -> frozenset[str]:
@@ -64,14 +66,14 @@ class Discoverer:
 
         A reshard may have dropped an index that a discovery reads.
         """
-        failed, self._in_turn = self._in_turn, True
+        failed, self._in_turn, self._discovered_nothing = self._in_turn, True, False
         if failed:
             self._read_at = float("-inf")
             self.refresh()
         if self._is_outdated():
             # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
             self._known.forget_old(self._topics.unavailable)
-            self._discover()
+            self._discovered_nothing = not self._discover()
 
     def refresh(self) -> None:
         """Read workers, layouts and controls if the last read of them is outdated."""
@@ -90,7 +92,7 @@ class Discoverer:
             or self._membership.shards != self._discovered_shards
             or (self._insert_reported and started_nothing)
         )
-        poll_again = is_time and self._discover()
+        poll_again = is_time and not self._discovered_nothing and self._discover()
         self._in_turn = False
         return poll_again
 
