@@ -87,8 +87,7 @@ def places(emulators: Emulators, tmp_path_factory: pytest.TempPathFactory) -> It
             "CLOUDSDK_CONFIG": str(directory),
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"http://{emulators.pubsub_host}/",
             # An endpoint instead of PUBSUB_EMULATOR_HOST, so that `check` advises as for Google Cloud.
-            "OUTBOX_PUBSUB_ENDPOINT": emulators.pubsub_host,
-            "OUTBOX_PUBSUB_PLAINTEXT": "true",
+            "OUTBOX_PUBSUB_ENDPOINT": f"http://{emulators.pubsub_host}",
             "OUTBOX_PROJECT": project,
             "OUTBOX_INSTANCE": "main",
             "OUTBOX_DATABASE": "shop",
