@@ -150,7 +150,7 @@ def in_a_file(place: Place) -> None:
 
 def pubsub_away(place: Place) -> None:
     place.tasks(_ids("order", 25), "orders", ago=3 * MINUTES)
-    place.environment["OUTBOX_PUBSUB_ENDPOINT"] = "127.0.0.1:9"
+    place.environment["OUTBOX_PUBSUB_ENDPOINT"] = "http://127.0.0.1:9"
 
 
 def spanner_unavailable(place: Place) -> None:
