@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -194,7 +195,14 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
 
 def test_an_interrupted_call_logs_no_stack_trace(spark: SparkSession, caplog: pytest.LogCaptureFixture):
     """Py4J would log Ctrl-C, and that the JVM was first to close. The command answers with its exit code only."""
-    interrupted = mock.patch.object(ClientServerConnection, "send_command", side_effect=KeyboardInterrupt)
+    send, ours = ClientServerConnection.send_command, threading.get_ident()
+
+    def interrupt(connection: ClientServerConnection, *arguments: str) -> str:
+        if threading.get_ident() == ours:  # Py4J frees objects of earlier tests on a thread of its own
+            raise KeyboardInterrupt
+        return str(send(connection, *arguments))
+
+    interrupted = mock.patch.object(ClientServerConnection, "send_command", interrupt)
     closed = mock.patch.object(ClientServerConnection, "close", side_effect=BrokenPipeError)
     with interrupted, closed, pytest.raises(KeyboardInterrupt):
         spark.sparkContext._jsc.sc()
