@@ -309,7 +309,7 @@ class _Refused(DataSourceStreamReader):
         raise self._error
 
     initialOffset = getDefaultReadLimit = latestOffset = _refuse  # type: ignore[assignment]  # noqa: N815 - Spark's names
-    partitions = read = _refuse  # type: ignore[assignment]
+    partitions = read = _refuse  # type: ignore[assignment]  # each raises, whatever its arguments
 
 
 def _offset(time: datetime, read_at: datetime | None = None) -> dict[str, str]:

@@ -78,7 +78,7 @@ def new_key(folder: Path, name: str = "key") -> None:
 
 
 def prepare(spark: SparkSession, target: DatabaseSettings, database: Database, place: Place) -> None:
-    """Insert tasks of two days, the last of which is sent after midnight, archive them, and write what was received."""
+    """Insert tasks of two days, the last task sent after midnight, archive them, and write what was received."""
     tasks, messages = [], list[list[dict[str, Any]]]()
     for day in DAYS[:2]:
         ids = [f"{day:%d}-{n}" for n in range(5)]

@@ -133,7 +133,7 @@ def complete(names: Sequence[str], topic: str, key: Sequence[str], batches: Iter
     """Yield rows with columns of these `names` as rows of `schemas.INPUT` with their task IDs.
 
     For a row that cannot be parsed, `reason` is set and `line` is the original row as JSON. Its other columns are None,
-    so that nobody can register an incomplete row by accident.
+    so that an incomplete row cannot be registered by accident.
     """
     for batch in batches:
         columns = zip(*map(_values, batch.columns), strict=True)
@@ -195,7 +195,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Return the values of a column, some of which may be unusable. Times are in UTC, dates are texts."""
+    """Return the values of a column. Some can be unusable. Times are in UTC, dates are texts."""
     if pa.types.is_timestamp(column.type):
         return [None if each is None else _from_micros(each) for each in column.cast(pa.int64()).to_pylist()]
     column = column.cast(pa.string()) if pa.types.is_date(column.type) else column
