@@ -138,14 +138,14 @@ def test_a_reader_waits_until_a_task_is_sent_or_it_is_closed(database: Database)
     start = time.monotonic()
     assert reader.read(timeout=0.2) is None
     assert 0.2 <= time.monotonic() - start < SECONDS
-    thread.start()
-    mark(database, "other")
-    mark(database, "a")
-    eventually(lambda: found == ["a"], seconds=SECONDS)
-    position = reader.position
-    eventually(lambda: reader.position > position, seconds=SECONDS)
-    assert Position.read(reader.position).sent_at > began
-    reader.close()
+    with reader:
+        thread.start()
+        mark(database, "other")
+        mark(database, "a")
+        eventually(lambda: found == ["a"], seconds=SECONDS)
+        position = reader.position
+        eventually(lambda: reader.position > position, seconds=SECONDS)
+        assert Position.read(reader.position).sent_at > began
     thread.join(SECONDS)
     assert not thread.is_alive()
     assert reader.read() is None
