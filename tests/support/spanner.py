@@ -60,12 +60,15 @@ def variables(database: str, emulators: Emulators | None = None) -> dict[str, st
 
 
 def record_requests(database: Database, *methods: str) -> list[tuple[str, Any]]:
-    """Return a list that gets the method and the request of each later call of these methods of the client."""
+    """Return a list that gets the method and the request of each later call of these methods of the client.
+
+    A call without a request gives its fields as keywords.
+    """
     requests: list[tuple[str, Any]] = []
     api: Any = database.spanner_api
 
     def record(name: str, original: Any, *arguments: Any, **keywords: Any) -> Any:
-        requests.append((name, keywords.get("request") or arguments[0]))
+        requests.append((name, keywords.get("request") or (arguments[0] if arguments else keywords)))
         return original(*arguments, **keywords)
 
     for name in methods:
