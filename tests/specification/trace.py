@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
 from outbox.table.states import is_dead
-from publishworker.delivery.claim import Cancelled, Claim, ClaimedTask, Unmarked
+from publishworker.delivery.claim import Cancelled, Claim, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Decide, Store
@@ -41,13 +40,12 @@ class Trace:
     def __init__(self, write: Callable[[dict[str, Any]], object], worker: str) -> None:
         """Pass each step to `write`."""
         self._write, self._worker = write, worker
-        self._lock, self._numbers = threading.Lock(), itertools.count(1)
-        self._batches = itertools.count(1)
+        self._lock, self._batches = threading.Lock(), itertools.count(1)
 
     def step(self, name: str, **values: Any) -> None:
         """Note a step. Any thread may call this. Steps are written in order, so a kill loses only the last ones."""
         with self._lock:
-            self._write({"step": name, "worker": self._worker, "n": next(self._numbers), **values})
+            self._write({"step": name, "worker": self._worker, **values})
 
     def store(self, store: Store) -> Store:
         """Return a store for turns, which notes the routes and the key heads that it returns."""
@@ -70,7 +68,7 @@ class Trace:
     def _delivery_of(self, real: partial[Delivery], claim: Claim) -> Delivery:
         tools, step = real.keywords["tools"], partial(self.step, batch=next(self._batches))
         kind = claim.kind.name.lower().replace("_", " ")
-        tasks, releases = ([[task.id, _key(task)] for task in each] for each in (claim.tasks, claim.releases))
+        tasks, releases = ([[task.id, task.ordering_key] for task in each] for each in (claim.tasks, claim.releases))
         skips_dead = tools.policy.skip_dead
         step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
         store, publisher = cast(Store, _Store(tools.store.untraced, step)), _Publisher(tools.publisher, step)
@@ -100,7 +98,7 @@ class _Reading:
         found = self.untraced.key_heads(keys, per_key, skip_dead=skip_dead)
         for key, tasks in found.items():
             queue = [[each.id, _queued(each)] for each in tasks if not each.expired_before_due]
-            self._step("poll", topic=key.topic, key=_hashed(key.ordering_key), queue=queue)
+            self._step("poll", topic=key.topic, key=key.ordering_key, queue=queue)
         return found
 
 
@@ -135,15 +133,6 @@ class _Publisher:
         results = {id: "published" if isinstance(each, Published) else each.reason for id, each in answers.items()}
         self._step("answer", results=results)
         return answers
-
-
-def _hashed(key: str) -> str:
-    """Return a name for an ordering key, which may say something about a person."""
-    return blake2b(key.encode("utf-8", "replace"), digest_size=8).hexdigest()
-
-
-def _key(task: ClaimedTask) -> str | None:
-    return None if task.ordering_key is None else _hashed(task.ordering_key)
 
 
 def _queued(task: QueuedTask) -> str:
