@@ -9,7 +9,7 @@ from tests.support.outages import dead, lasting, log_lines, recorded
 from tests.support.pubsub import CALL_SECONDS
 from tests.support.rpc import RELAY_COMMIT, Fault
 from tests.support.spanner import count
-from tests.support.trial import IN_FLIGHT, Trial
+from tests.support.trial import Trial
 from tests.support.waiting import eventually
 
 NOTHING = "No task is lost or published twice."
@@ -120,25 +120,6 @@ def test_every_relay_commit_is_aborted(trial: Trial, fault_seconds: float) -> No
             assert len([line for line in log_lines(each) if line["action"] == "assigned"]) <= 2
             each.end()
     assert trial.audit(duplicates=field.in_flight + 2 * round(fault_seconds // 10)).kept()
-
-
-@pytest.mark.long("histories have outages of both")
-def test_everything_away(trial: Trial, fault_seconds: float) -> None:
-    """Spanner and Pub/Sub go away one after the other and come back in the same order.
-
-    Promised: No task is lost. At most the tasks in flight at the start of each outage are published again.
-    """
-    with field_of(trial, 2, BOTH) as field:
-        pubsub, spanner = (field.services[name].network for name in BOTH)
-        with trial.load():
-            trial.wait_for_first_task()
-            for change in (spanner.refuse, pubsub.refuse, spanner.forward):
-                change()
-                lasting(fault_seconds / 2)
-            eventually(field.is_stalled, seconds=40, message="the workers meet the outages")
-            pubsub.forward()
-        trial.settle()
-    assert trial.audit(duplicates=4 * IN_FLIGHT).kept()
 
 
 @pytest.mark.extended

@@ -270,10 +270,8 @@ class _Replay:
                 for id, row in rows.items()
             }
             gone = {id: {"state": GONE} for id in batch.lock["ids"] if id not in rows}
-            at, who = (
-                datetime.fromisoformat(step.get("at", batch.lock["now"])),
-                f"{self._worker}, batch {batch.claim['batch']}",
-            )
+            at = datetime.fromisoformat(step.get("at", batch.lock["now"]))
+            who = f"{self._worker}, batch {batch.claim['batch']}"
             yield Transaction(at, who, rows | gone, after, written == "yes")
         is_published = any(map(batch.is_published, batch.answers))
         batch.lock, batch.is_marked = {}, False
