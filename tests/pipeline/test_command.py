@@ -207,7 +207,8 @@ def test_an_interrupted_call_logs_no_stack_trace(spark: SparkSession, caplog: py
     with interrupted, closed, pytest.raises(KeyboardInterrupt):
         spark.sparkContext._jsc.sc()
     assert caplog.messages == []
-    spark.createDataFrame([(1,)], "n int")  # The JVM's next thread for us has no session, so Spark finds no format there.
+    # The JVM's next thread for us has no session, so Spark finds no format there.
+    spark.createDataFrame([(1,)], "n int")
 
 
 DAMAGES = {
