@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import Commands, control_codes, row, table
+from tests.support.fakes import serialized
 from tests.support.operations import insert
 from tests.support.processes import Finished
 from tests.support.proxy import hanging, refusing
@@ -77,6 +78,14 @@ def test_hostile_ids_are_taken_literally(outbox: Commands, database: Database):
     assert (done.code, done.stdout) == (1, f"due now: {len(HOSTILE)} tasks\n")
     assert done.stderr.endswith("not in the table: \\x1b[2Jnobody\n")
     assert list(table(database, "AvailableAt > '9999-01-01'")) == ["bystander"]
+
+
+def test_raw_data_is_each_byte_and_nothing_else(outbox: Commands, database: Database):
+    """Not even a line end."""
+    every = bytes(range(256))
+    insert(database, [row("binary", Data=serialized(every))])
+    raw = outbox.shell("outbox show binary --raw | od -An -v -tx1")
+    assert (raw.code, bytes.fromhex(raw.stdout), raw.stderr) == (0, every, "")
 
 
 def test_a_missing_table_is_exit_code_3(emulators: Emulators, empty_database: Database):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -24,7 +23,7 @@ from outbox.table.states import NEVER
 from tests.support.commands import Commands, row
 from tests.support.fakes import serialized
 from tests.support.operations import Row, insert, opened, rows_of
-from tests.support.pubsub import PubSub, Subscription
+from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, worker
 from tests.support.waiting import eventually
 
@@ -39,10 +38,6 @@ def keyed(topic: str, count: int, keys: int) -> Iterator[Row]:
         created = START + timedelta(milliseconds=n // (4 * keys))
         sent = START + timedelta(seconds=-n % 60)
         yield row(id, topic=topic, Data=data, OrderingKey=key, CreatedAt=created, Sequence=n, SentAt=sent)
-
-
-def attributes(subscription: Subscription) -> list[str]:
-    return sorted(message.attributes[library.TASK_ID_ATTRIBUTE] for message in subscription.drain())
 
 
 @pytest.mark.extended
@@ -89,55 +84,6 @@ def _published(table: TaskTable) -> int:
 
 def _resends(table: TaskTable) -> list[operations.Operation]:
     return operations.latest(table, 10, operation="resend")
-
-
-def test_a_resend_says_what_it_would_do_and_what_it_did(outbox: Commands, database: Database, pubsub: PubSub):
-    """As text and as JSON, and what cannot be published, with exit code 1."""
-    to = pubsub.new_subscription(pubsub.new_topic())
-    sent = {"age": timedelta(minutes=5), "Data": serialized(b"x")}
-    insert(database, [row("a", "sent", **sent), row("b", "sent", **sent), row("broken", "sent", Data=b"\xff")])
-    insert(database, [row("other", "sent", topic="mails", **sent), row("pending")])
-    before, some = rows_of(database), ["--topic", "orders", "--since", "2h", "--to", to.topic]
-    dry = outbox.here("resend", *some, "--dry-run")
-    assert (dry.code, dry.stdout) == (0, f"3 tasks would be published to {to.topic}\nTASKS  TOPIC\n    3  orders\n")
-    [counted] = outbox.objects("resend", *some, "--dry-run", "--json")
-    assert (counted["tasks"], counted["topics"], counted["to"]) == (3, {"orders": 3}, to.topic)
-    assert f"pass --until={counted['until'][:10]}" in dry.stderr
-    missing = outbox.here("resend", "a", "pending", "gone", "other", "--to", to.topic, "--dry-run")
-    assert (missing.code, missing.stdout.splitlines()[0]) == (1, f"2 tasks would be published to {to.topic}")
-    assert "1 task would not be published: pending" in missing.stderr
-    assert "1 task would not be published: not in the table" in missing.stderr
-    nothing = outbox.here("resend", "--topic", "order", "--to", to.topic)
-    assert (nothing.code, nothing.stdout) == (0, f"0 tasks would be published to {to.topic}\n")
-    assert "unknown topic 'order'" in nothing.stderr
-    assert attributes(to) == []
-    done = outbox.here("resend", *some, "--until", counted["until"])
-    assert (done.code, done.stdout) == (1, "published: 2 tasks\n")
-    assert "outbox: 1 task not published, undecodable: Data is not a serialized google.pubsub.v1" in done.stderr
-    [by_id] = outbox.objects("resend", "a", "other", "--to", to.topic, "--json")
-    assert by_id == {"operation": mock.ANY, "tasks": 2, "unchanged": {}, "missing": []}
-    assert attributes(to) == ["a", "a", "b", "other"]
-    assert rows_of(database) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        ("a --to orders", 2, "--to orders is the topic of the tasks"),
-        ("a --to nowhere", 1, "nowhere does not exist. Create it: "),
-        ("--topic orders", 2, "--to"),
-        ("--to other", 2, "a resend needs the IDs or the topic of its tasks"),
-        ("a --to other --rate 0", 2, "a whole number from 1 to 1,000,000"),
-    ],
-)
-def test_a_wrong_resend_is_refused_with_a_sentence(
-    outbox: Commands, database: Database, words: str, code: int, sentence: str
-):
-    insert(database, [row("a", "sent")])
-    done = outbox.here("resend", *words.split())
-    assert (done.code, done.stdout) == (code, "")
-    assert sentence in done.stderr
-    assert operations.latest(TaskTable(opened(database)), 1) == []
 
 
 @pytest.mark.parametrize(
