@@ -1,4 +1,4 @@
-"""What is wrong with the outbox: from what was read to sentences, cause first."""
+"""What is wrong with the outbox: from what was read to sentences, the most severe first."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,10 +51,14 @@ def find(
     paused_by: Mapping[str, Operation],
     blocked: Sequence[BlockedHead],
 ) -> list[Problem]:
-    """Return the problems, cause first. `orphans` are shards without a worker, `blocked` heads that block tasks."""
+    """Return the problems: those that are bad first, and of these a cause before its effects.
+
+    `orphans` are shards without a worker, `blocked` heads that block tasks.
+    """
     found = [*_of_workers(backlog, orphans), *_of_topics(backlog, controls, paused_by), *_of_tasks(backlog, blocked)]
     kinds = [problem.kind for problem in found]
-    return [each for place, each in enumerate(found) if kinds[:place].count(each.kind) < SHOWN]
+    shown = [each for place, each in enumerate(found) if kinds[:place].count(each.kind) < SHOWN]
+    return sorted(shown, key=lambda each: not each.is_bad)
 
 
 def hold(workers: Sequence[Worker], topic: str, at: datetime, *, is_paused: bool) -> str | None:
@@ -86,12 +90,13 @@ def _of_topics(
         if "publish_to" in invalid(control):
             text = f"{topic}: its route to {control.publish_to!r:.300} is invalid, so its tasks are not published"
             yield Problem("invalid_route", topic, True, text)
+    late = {line.topic for line in _late(backlog)}
     for each in open_circuits(backlog.workers):
         control = controls.get(each.topic, NO_CONTROLS)
         route = f" (routed to {control.publish_to})" if control.publish_to else ""
         seconds = (backlog.as_of - each.since).total_seconds()
         text = f"{each.topic}{route}: circuit open for {spoken(seconds)}: {each.reason}"
-        yield Problem("circuit_open", each.topic, False, text)
+        yield Problem("circuit_open", each.topic, each.topic in late, text)
     for line in _paused(backlog):
         pause = paused_by.get(line.topic)
         since = f" since {pause.started_at:%Y-%m-%d %H:%M}, by {pause.principal}" if pause else ""
@@ -110,11 +115,14 @@ def _of_tasks(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Prob
         topics = [topic for topic, line in backlog.topics().items() if line.dead]
         of = f" of {topics[0]}" if len(topics) == 1 else f" of {len(topics)} topics"
         yield Problem("dead", None, False, f"{_number(total, 'dead', 'dead task')}{of}")
-    lines = sorted(backlog.topics().values(), key=backlog.age, reverse=True)
-    for line in lines:
-        if not line.paused and backlog.age(line) > LATE_SECONDS:
-            text = f"{line.topic} is late: its oldest task has waited {spoken(backlog.age(line))}"
-            yield Problem("late", line.topic, True, text)
+    for line in _late(backlog):
+        text = f"{line.topic} is late: its oldest task has waited {spoken(backlog.age(line))}"
+        yield Problem("late", line.topic, True, text)
+
+
+def _late(backlog: Backlog) -> list[Line]:
+    lines = [line for line in backlog.topics().values() if not line.paused and backlog.age(line) > LATE_SECONDS]
+    return sorted(lines, key=backlog.age, reverse=True)
 
 
 def _paused(backlog: Backlog) -> list[Line]:

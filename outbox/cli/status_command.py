@@ -24,7 +24,7 @@ in the last minute. Show the age of the oldest task, when the next scheduled or
 retrying task will be due, the topics to which a live worker does not
 publish because they fail (open circuits), and the errors of unsent tasks (of at most
 1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
-step. At the end, list the problems, each cause before its effects.
+step. At the end, list the problems, the most severe first.
 
 The command reads the index at LOW priority and takes no locks. It stops counting at
 10,000 tasks of each shard and topic (shown as >=), or earlier if many topics have many

@@ -1,5 +1,6 @@
 """What tabs share: the number of reads in an hour, waiting threads, samples, and the sentence at the top."""
 
+import dataclasses
 import json
 import re
 import threading
@@ -176,6 +177,7 @@ MANY = Line("orders", 50, pending=9, dead=2, at_least={"pending", "dead"})
 CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
 OPEN = "orders: circuit open for 0.0s: permission_denied"
 PAUSED = Line("orders", 50, paused=True, pending=150, oldest=NOW - timedelta(hours=5))
+PAUSED_TOO = dataclasses.replace(PAUSED, topic="mails")
 PAUSE = Operation("a", "pause", NOW - timedelta(hours=5), NOW, "ann", "", None, None, None, None, None)
 BLOCKED = Line("orders", 50, blocked=90)
 FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
@@ -191,8 +193,10 @@ FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
         ({"workers": [FAILING], "orphans": [1, 2]}, "bad", [
             "2 shards without a live worker: no task there is published", OPEN]),
         ({"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad", [
-            "1 shard without a live worker: no task there is published", OPEN, "2 dead tasks of orders",
-            "orders is late: its oldest task has waited 14m"]),
+            "1 shard without a live worker: no task there is published", OPEN,
+            "orders is late: its oldest task has waited 14m", "2 dead tasks of orders"]),
+        ({"lines": [OLD, PAUSED_TOO]}, "bad", [
+            "orders is late: its oldest task has waited 14m", "mails is paused: 150 pending tasks"]),
         ({"lines": [OLD], "workers": ()}, "bad", [
             "No live worker, so no task is published. Pending: 3 tasks",
             "orders is late: its oldest task has waited 14m"]),
@@ -208,8 +212,10 @@ FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
             OPEN.replace("orders", "orders (routed to orders-v2)")]),
     ],
 )  # fmt: skip
-def test_the_problems_are_listed_cause_first(given: dict[str, Any], level: str, sentences: list[str]) -> None:
-    """The first one is on every page. The worst one decides its color."""
+def test_the_worst_problems_come_first_and_causes_before_effects(
+    given: dict[str, Any], level: str, sentences: list[str]
+) -> None:
+    """The first one is on every page, and decides its color."""
     backlog = Backlog(NOW, given.pop("workers", (WORKER,)), given.pop("lines", ()))
     usual: dict[str, Any] = {"orphans": [], "controls": {}, "paused_by": {}, "blocked": ()}
     problems = find(backlog, **usual | given)
