@@ -6,8 +6,7 @@ Results that are not given stay unchanged in docs/reliability/results.json.
 import argparse
 import inspect
 import json
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,9 +26,7 @@ from tools.benchmarks.results import ROOT, circumstances
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"
-#: The scenario about load, which has figures of its own.
-LOAD = "arrivals_above_capacity"
-#: The scenario with subscribers that use the inbox, which has figures of its own as well.
+#: The scenario with subscribers that use the inbox, which has figures of its own.
 INBOX = "inbox"
 
 HEAD = """\
@@ -37,14 +34,12 @@ HEAD = """\
 
 The tests on this page run real workers on the emulators of Spanner and Pub/Sub, and cause faults. Each line of the
 first two tables is a test. The test fails if a task is lost, is sent although it was rolled back, or arrives out of
-order. It also fails if there are more duplicates than *allowed*, the largest number that its faults and commands can
-cause. For example, a worker in these tests has at most 80 tasks in flight (four batches of 20), so each killed worker
-allows 80 duplicates.
+order, or if there are more duplicates than *allowed*, the largest number that its faults and commands can cause. For
+example, each killed worker allows 80 duplicates, its tasks in flight (four batches of 20).
 
-*Seconds to recover* is the time from the end of the last fault and registration until all tasks are sent. If a test
-has several variants, its line has the largest value of each column. The numbers are from the *long form* of the
-tests, with outages of a minute (`make test-long`). Emulators, workers and tests share two cores, so times are long,
-but counts are exact.
+*Seconds to recover* is the time from the end of the last fault and registration until all tasks are sent. A test with
+several variants has the largest value of each column. The numbers are from the *long form* of the tests, with outages
+of a minute (`make test-long`), on two cores with the emulators, so times are long.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions of the software.
@@ -56,9 +51,9 @@ reshard`](operations/upgrade.md#change-the-number-of-shards) is interrupted.
 """
 
 INBOX_SAYS = """\
-Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused until Pub/Sub delivers their
-messages again, and cut off from Spanner and Pub/Sub. Two workers are also killed at random. The test sends some tasks
-again. A second effect of a task would be a second row.
+Two subscribers use the [inbox](guide/subscribe.md). They are killed, paused until Pub/Sub delivers their messages
+again, and cut off from Spanner and Pub/Sub, and two workers are killed, all at random. The test sends some tasks again. A
+second effect of a task would be a second row.
 """
 
 SOAK_SAYS = """\
@@ -105,7 +100,7 @@ def text(results: dict[str, Any]) -> str:
     parts = [HEAD]
     if lines := results.get("scenarios"):
         command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/faults"
-        parts += ["## Scenarios\n", _scenarios(lines), _ran(results["scenarios_ran"], command), _load(lines)]
+        parts += ["## Scenarios\n", _scenarios(lines), _ran(results["scenarios_ran"], command)]
         if more := results.get("more"):
             files = "tests/faults/test_wake_faults.py tests/faults/test_reshard_faults.py"
             command = f"python -m pytest --long --seed {more[0]['seed']} --numprocesses 3 {files}"
@@ -161,19 +156,6 @@ def _scenarios(lines: Sequence[dict[str, Any]]) -> str:
     return f"""{markdown(header, [[link, *(f"{value:,}" for value in values)] for link, values in rows.items()])}
 All lines together: {lost} tasks lost, {rolled_back} sent although rolled back, {order} out of order.
 """
-
-
-def _load(lines: Iterable[dict[str, Any]]) -> str:
-    [line] = [line for line in lines if line["scenario"] == LOAD]
-    paragraph = (
-        f"In the first line of the first table, the first worker sent only one batch of {test_load.BATCH} tasks at a"
-        f" time, and each publish took {2 * test_load.DELAY:g} s longer. Up to {line['backlog']:,} tasks were unsent."
-        " The test also registered tasks of priority `HIGH`. The median time from the commit of a task to its publish"
-        f" was {line['urgent_seconds_median']:g} s for these, and {line['other_seconds_median']:g} s for the others."
-        " The rows that a poll read and the memory of the worker"
-        f" ({line['memory_mb_second_half']} MiB) did not grow with the backlog."
-    )
-    return textwrap.fill(paragraph, 120) + "\n"
 
 
 def _table(line: dict[str, Any], names: dict[str, str]) -> str:

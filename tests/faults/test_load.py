@@ -14,7 +14,7 @@ import outbox
 from outbox.message import RawPubsubMessage
 from tests.support.counting import Counting
 from tests.support.outages import lasting
-from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background, rss_mb
+from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background
 
 INSERT = """
 INSERT INTO AsynchronousTasks (Id, Topic, Data, Priority, CreatedAt)
@@ -32,6 +32,8 @@ LASTS_IF_LONG, MORE_IF_LONG = 600.0, 3.0
 #: Maximum transactions per second, of six tasks each.
 ARRIVALS = 12
 POLL = ("ExecuteStreamingSql", "outbox-poll")
+#: Rows of a poll, on average between two samples: with a backlog of 1,877 tasks there were 59.
+MAX_POLLED = 120
 
 
 @pytest.mark.extended
@@ -39,13 +41,12 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     """More tasks arrive than one worker can send, for ten minutes in the long form. Then a second worker joins.
 
     Promised: No task is lost. At most the batches in flight when the second worker takes its shards are published
-    again. The rows of a poll and the memory of a worker do not grow with the backlog. Urgent tasks wait less.
+    again. The rows of a poll do not grow with the backlog. Urgent tasks wait less.
     """
     seconds, more = (LASTS_IF_LONG, MORE_IF_LONG) if long else (LASTS, MORE)
     urgent: dict[str, datetime] = {}
     backlogs = [0]
     polled: list[float] = []
-    memory: list[float] = []
 
     def sample() -> None:
         database: Any = trial.database
@@ -55,7 +56,6 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
         trial.ledger.committed.add(id)
         trial.delete_sent()
         backlogs.append(trial.backlog())
-        memory.append(rss_mb(worker.pid))
         polled.append(counting.rows[POLL] / max(1, counting.counts[POLL]))
         counting.clear()
 
@@ -66,7 +66,7 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     with (
         trial.proxy("pubsub") as proxy,
         Counting(trial.spanner_host) as counting,
-        trial.workers(1, *LIMITS, SPANNER_EMULATOR_HOST=counting.address) as [worker],
+        trial.workers(1, *LIMITS, SPANNER_EMULATOR_HOST=counting.address),
     ):
         proxy.delay(DELAY)
         begin = time.monotonic()
@@ -79,18 +79,8 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     published = {id_of(each): each.publish_time for each in trial.received}
     waits = [(published[id] - at).total_seconds() for id, at in urgent.items()]
     others = [(published[id] - at).total_seconds() for id, at in trial.ledger.at.items()]
-    half = len(memory) // 2
-    trial.notes = {
-        "backlog": max(backlogs),
-        "urgent_seconds_median": round(statistics.median(waits), 2),
-        "urgent_seconds_longest": round(max(waits), 2),
-        "other_seconds_median": round(statistics.median(others), 2),
-        "rows_a_poll_longest": round(max(polled)),
-        "memory_mb_first_half": round(max(memory[:half])),
-        "memory_mb_second_half": round(max(memory[half:])),
-    }
-    print(trial.notes)
     assert max(backlogs) > 100  # it was above the capacity
+    assert max(polled) <= MAX_POLLED
     assert statistics.median(waits) < statistics.median(others)
 
 
