@@ -50,8 +50,6 @@ def test_the_sql_of_the_page_does_the_same(database: Database):
     assert left == [
         ["orders", False, None, None, None],
         ["orders", True, None, None, None],
-        ["orders", False, None, None, None],
-        ["orders", False, 10.0, 20, None],
-        ["orders", False, 10.0, 20, 5],
+        ["orders", True, 10.0, 20, None],
         ["orders", False, None, None, None],
     ]

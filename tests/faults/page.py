@@ -52,8 +52,8 @@ reshard`](operations/upgrade.md#change-the-number-of-shards) is interrupted.
 
 INBOX_SAYS = """\
 Two subscribers use the [inbox](guide/subscribe.md). They are killed, paused until Pub/Sub delivers their messages
-again, and cut off from Spanner and Pub/Sub, and two workers are killed, all at random. The test sends some tasks again. A
-second effect of a task would be a second row.
+again, and cut off from Spanner and Pub/Sub, and two workers are killed, all at random. The test sends some tasks again.
+A second effect of a task would be a second row.
 """
 
 SOAK_SAYS = """\
