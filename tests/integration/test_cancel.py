@@ -43,9 +43,9 @@ DEAD, DEFERRED = {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "BlockedBy": "h
 Cancel = Callable[..., list[bool]]
 
 
-@pytest.fixture(params=["spanner", "aio", *STACKS])
+@pytest.fixture(params=["spanner", "aio", "operator", *STACKS])
 def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callable[..., Any]) -> Iterator[Cancel]:
-    """The function of one client or driver."""
+    """The function of one client or driver, or that of operators, which cancels all tasks in one transaction."""
     if request.param == "spanner":
         yield lambda *ids: [database.run_in_transaction(outbox.cancel, id) for id in ids]
     elif request.param == "aio":
@@ -54,6 +54,14 @@ def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callab
             return [await ours.run_in_transaction(aio.cancel, id) for id in ids]
 
         yield lambda *ids: run_async(lambda ours: work(ours, *ids))
+    elif request.param == "operator":
+
+        def cancelled(*ids: str) -> list[bool]:
+            selection = TaskSelection(state=changes.ANY_UNSENT, ids=ids)
+            [outcome] = changes.change(TaskTable(database), "cancel", selection)
+            return [id in outcome.changed for id in ids]
+
+        yield cancelled
     else:
         with closing(STACKS[request.param](database)) as stack:
 
@@ -76,7 +84,10 @@ def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, d
 
 
 def test_the_next_task_of_the_key_is_released(cancel: Cancel, database: Database) -> None:
-    """A dead task does not hide it. A task that is not deferred, or behind another head, is left as it is."""
+    """A dead task does not hide it. A task that is not deferred, or behind another head, is left as it is.
+
+    A deferred head is blocked by no task any more.
+    """
     insert(
         database,
         [
@@ -84,15 +95,21 @@ def test_the_next_task_of_the_key_is_released(cancel: Cancel, database: Database
             *line("b'", DEAD, DEAD, DEFERRED, DEFERRED),
             *line("waits", {}, {"AvailableAt": FUTURE}, DEFERRED),
             *line("behind", {"AvailableAt": FUTURE}, DEFERRED, DEFERRED),
+            *line("two", DEAD, DEAD, DEFERRED, DEFERRED),
+            *line("head", DEFERRED, DEAD, DEFERRED),
             *line("alone", {}),
-            *line("other", {"AvailableAt": FUTURE}, DEFERRED, topic="invoices"),
+            *line("a", DEFERRED, topic="invoices"),
+            row("no key", **DEAD),
+            row("no key deferred", **DEFERRED),
         ],
     )
     before = rows_of(database)
-    assert cancel("a 1", "b' 0", "waits 0", "behind 1", "alone 0") == [True] * 5
+    ids = ("a 1", "b' 0", "waits 0", "behind 1", "two 0", "two 1", "head 1", "alone 0", "no key")
+    assert cancel(*ids) == [True] * len(ids)
     after = rows_of(database)
-    assert {id for id in after if after[id] != before[id]} == {"a 2", "b' 2"}
-    for id in ("a 2", "b' 2"):
+    released = {"a 2", "b' 2", "two 2", "head 0"}
+    assert {id for id in after if after[id] != before[id]} == released
+    for id in released:
         assert after[id] == before[id] | {"AvailableAt": None, "BlockedBy": None}
 
 
@@ -164,19 +181,6 @@ def test_concurrent_cancels_of_a_key_release_its_next_task(database: Database, r
     assert (others, sorted([first, again])) == ([True, True], [False, True])
     after = rows_of(database)
     assert {id: each["BlockedBy"] for id, each in after.items() if each["OrderingKey"]} == {"a 3": None, "a 4": "head"}
-
-
-def test_a_rolled_back_cancel_deletes_nothing(database: Database) -> None:
-    insert(database, line("a", {"AvailableAt": FUTURE}, DEFERRED))
-    before = rows_of(database)
-
-    def fail(transaction: Any) -> None:
-        assert outbox.cancel(transaction, "a 0")
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        database.run_in_transaction(fail)
-    assert rows_of(database) == before
 
 
 def test_after_a_reshard_the_new_index_is_read(own_database: Database) -> None:

@@ -363,22 +363,6 @@ def test_a_missing_table_is_named(empty_database: Database, stack_class: type[Db
                 call(function)
 
 
-def test_several_messages_may_be_processed_in_one_transaction(stack: DbApi, orders_database: Database) -> None:
-    """A batch of messages with a session of the application's own. Each task is processed once, and may register."""
-    messages = [PubsubMessage(attributes={"asynchronous_task_id": str(uuid.uuid4())}) for _ in range(3)]
-    registered = str(uuid.uuid4())
-
-    def process(handle: Any, message: PubsubMessage) -> Any:
-        return stack.call("process_once", handle, message, consumer=stack.name)
-
-    with stack.transaction() as handle:
-        assert [process(handle, each) for each in (*messages[:2], messages[0])] == [True, True, False]
-        stack.register(handle, "orders", b"", task_id=registered)
-    with stack.transaction() as handle:
-        assert [process(handle, each) for each in messages] == [False, False, True]
-    assert rows(orders_database, registered) == ([], [registered])
-
-
 def test_the_layer_above_the_driver_sees_each_statement(orders_database: Database) -> None:
     """SQLAlchemy's echo and events, and Django's wrappers and log of queries."""
     from django.db import connections

@@ -256,13 +256,15 @@ def stack(request: pytest.FixtureRequest, bank: Database) -> Iterator[DbApi]:
 
 
 def test_drivers(stack: DbApi, bank: Database, account: str) -> None:
-    """Record and effect are committed or rolled back together, also after an abort."""
+    """Record and effect are committed or rolled back together, also after an abort. A second message is recognized."""
     id = task()
     due: list[str] = []
 
     def process(task_id: str, *, fails: bool = False, **options: Any) -> bool:
         with stack.transaction() as handle:
             first: bool = stack.call("process_once", handle, message(task_id), consumer="billing", **options)
+            if task_id:
+                assert not stack.call("process_once", handle, message(task_id), consumer="billing")
             if first:
                 stack.execute(handle, "UPDATE Accounts SET Cents = Cents + 1 WHERE AccountId = %s", account)
             due.append("commit")

@@ -1,7 +1,6 @@
 """`retry`, `purge` and `cancel` on Spanner change the selected tasks and no others, whatever happens meanwhile."""
 
 import itertools
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from outbox.table.states import NEVER
 from tests.support.operations import (
     FUTURE,
     PAST,
-    Watch,
     changed,
     delete,
     insert,
-    line,
     row,
     rows_of,
     update,
@@ -33,14 +30,9 @@ STATES: dict[str, dict[str, Any]] = {
     "ready": {},
     "due": {"AvailableAt": PAST, "Attempts": 1},
 }
-DEFERRED = {"AvailableAt": FUTURE, "BlockedBy": "head"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
 #: Those that a selection without ids may be of.
 RETRIED = ("dead", "retrying", "sent")
-
-
-def selected(state: str, **more: Any) -> TaskSelection:
-    return TaskSelection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
 
 
 @pytest.mark.parametrize(
@@ -102,49 +94,6 @@ def test_a_state_that_a_change_is_not_for_is_refused(table: TaskTable, name: str
 
 def of_ids(*ids: str) -> TaskSelection:
     return TaskSelection(state=changes.ANY_UNSENT, ids=ids)
-
-
-def test_cancel_releases_only_the_first_deferred_task_of_a_key(database: Database, watch: Watch):
-    """The relay releases the others. A deferred head is blocked by no task any more, and a dead task hides none."""
-    insert(
-        database,
-        [
-            *line("a", {"SentAt": PAST}, DEAD, {**DEFERRED, "Attempts": 2, "ExpiresAt": FUTURE}, DEFERRED),
-            *line("b'", DEAD, DEFERRED, DEFERRED),
-            *line("waits", DEAD, {"AvailableAt": FUTURE}, DEFERRED),
-            *line("two", DEAD, DEAD, DEFERRED, DEFERRED),
-            *line("alone", DEAD),
-            *line("behind", DEFERRED, DEAD, DEFERRED),
-            *line("behind a scheduled one", {"AvailableAt": FUTURE}, DEAD, DEFERRED),
-            *line("untouched", DEFERRED, DEFERRED),
-            *line("a", DEFERRED, topic="invoices"),
-            row("no key", **DEAD),
-            row("no key deferred", **DEFERRED),
-        ],
-    )
-    before = rows_of(database)
-    ids = ["a 1", "b' 0", "waits 0", "two 0", "two 1", "alone 0", "behind 1", "behind a scheduled one 1", "no key"]
-    assert changed(changes.change(watch.table, "cancel", of_ids(*ids))) == sorted(ids)
-    after = rows_of(database)
-    released = {"a 2", "b' 1", "behind 0", "two 2"}
-    assert {id for id in after if after[id] != before[id]} == released
-    assert set(before) - set(after) == set(ids)
-    for id in released:
-        assert after[id] == before[id] | {"AvailableAt": None, "BlockedBy": None}
-    assert watch.tags() == {"outbox-cancel", "outbox-count", "outbox-now", "outbox-operations"}
-
-
-def test_a_cancel_of_blocked_tasks_takes_all_of_them(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """Each chunk leaves the next one blocked, because the head of the key still blocks it. Nothing else is released."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
-    monkeypatch.setattr(changes, "PAGE", 4)
-    insert(database, [*line("a", DEAD, *[DEFERRED] * 11), *line("b", {"AvailableAt": FUTURE}, *[DEFERRED] * 5)])
-    insert(database, line("a", DEAD, DEFERRED, topic="invoices"))
-    before = rows_of(database)
-    assert len(changed(changes.change(table, "cancel", TaskSelection(state="blocked", topic="orders")))) == 16
-    assert rows_of(database) == {id: before[id] for id in ("a 0", "b 0", "invoices a 0", "invoices a 1")}
 
 
 SENT = {"SentAt": PAST}

@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, operations, topics
 from outbox.admin.changes import TaskSelection
-from outbox.admin.operations import RECORDED_IDS, Author, Operation
+from outbox.admin.operations import Author, Operation
 from outbox.admin.table import TaskTable
 from outbox.base.times import shown
 from outbox.errors import NotReached
@@ -136,9 +136,3 @@ def test_changed_tasks_without_an_end_are_a_warning(
     *_, last = changes.change(table, "retry", TaskSelection(ids=("a",)))
     assert last.warning is not None
     assert "not recorded as finished: Spanner did not answer" in last.warning
-
-
-def test_a_record_contains_a_limited_number_of_ids():
-    ids = tuple(map(str, range(RECORDED_IDS + 5)))
-    found = json.loads(operations.as_json({"ids": ids, "topic": None}))
-    assert found == {"ids": list(ids[:RECORDED_IDS]), "more_ids": 5}

@@ -2,8 +2,6 @@
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +9,12 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, operations
-from outbox.admin.changes import Outcome, TaskSelection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
-from outbox.table.states import NEVER
+from outbox.table.states import CANCELLED, NEVER
 from tests.support.commands import Commands
 from tests.support.operations import FUTURE, PAST, changed, insert, opened, row, rows_of
 
@@ -30,6 +28,7 @@ CASES = [
     ("retry", TaskSelection(state="sent", until=PAST + timedelta(hours=1)), {"SentAt": PAST}),
     ("cancel", TaskSelection(state="dead", until=FUTURE), DEAD),
     ("purge", TaskSelection(state="sent", until=FUTURE), {"SentAt": PAST}),
+    ("restore", TaskSelection(state=CANCELLED, since=PAST), {}),
 ]
 
 
@@ -65,6 +64,8 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(
 ):
     """No task is left out, and a retried task that is dead again is not retried twice."""
     fill(database, columns)
+    if name == "restore":
+        list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(NAMES))))
     begin(table, selection, name)
     done: list[str] = []
     for chunks in (1, 2, 4, 100):
@@ -124,19 +125,6 @@ def test_two_processes_that_continue_one_operation_share_its_chunks_once(databas
     done += changed(second)
     assert sorted(done) == NAMES
     assert found(table).tasks == len(NAMES)
-
-
-def test_two_people_on_the_same_selection_change_each_task_once(database: Database, table: TaskTable):
-    """Each has an own operation. Their numbers add up to the tasks."""
-    fill(database, DEAD)
-    people: list[Iterator[Outcome]] = []
-    for id in (ID, "other"):
-        begin(table, TaskSelection(state="dead", until=FUTURE), id=id)
-        people.append(changes.resume(table, id))
-    done = [id for both in itertools.zip_longest(*people) for outcome in both if outcome for id in outcome.changed]
-    assert Counter(done) == Counter(NAMES)
-    assert (found(table).tasks or 0) + (found(table, "other").tasks or 0) == len(NAMES)
-    assert (found(table).finished_at and found(table, "other").finished_at) is not None
 
 
 def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable, emulators: Emulators):

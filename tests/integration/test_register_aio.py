@@ -87,19 +87,6 @@ def test_an_outage_ends_a_call(
         run_async(work)
 
 
-def test_a_rolled_back_transaction_leaves_no_task(run_async: Callable[..., Any], database: Database) -> None:
-    async def fail(transaction: Any) -> None:
-        assert await once(transaction)
-        raise LookupError
-
-    async def work(asynchronous: Any) -> None:
-        await asynchronous.run_in_transaction(fail)
-
-    with pytest.raises(LookupError):
-        run_async(work)
-    assert_registered(database, times=0)
-
-
 @pytest.mark.parametrize("transaction", [Transaction(mock.Mock()), RecordingTransaction(), None])
 def test_another_transaction_is_a_type_error(transaction: Any) -> None:
     with pytest.raises(TypeError, match=r"transaction of a Spanner AsyncClient\. With .* use outbox\.register_once"):

@@ -122,21 +122,6 @@ def test_bytes_and_attributes_round_trip(database: Database, bodies: list[bytes]
             assert size == len(raw)
 
 
-@pytest.mark.parametrize("run", [in_transaction, in_batch])
-def test_many_tasks_are_registered_in_one_commit(database: Database, run: Callable[..., Any]) -> None:
-    """Omitted columns have their defaults; tasks of a key keep the order of the list."""
-    at = datetime(2040, 1, 1, tzinfo=UTC)
-    plain = [outbox.Task("orders", bytes([n]), ordering_key="k") for n in range(20)]
-    other = outbox.Task("invoices", b"", {"a": "b"}, available_at=at, at_most_once=True)
-    ids = run(database, functools.partial(outbox.register_many, tasks=plain))
-    found = query(database, "SELECT Id, AtMostOnce, AvailableAt, ExpiresAt FROM AsynchronousTasks ORDER BY Sequence")
-    assert found == [[id, False, None, None] for id in ids]
-    assert len(query(database, "SELECT DISTINCT CreatedAt FROM AsynchronousTasks")) == 1
-    [id] = run(database, functools.partial(outbox.register_many, tasks=[other]))
-    found = query(database, "SELECT Id, Topic, AtMostOnce, AvailableAt FROM AsynchronousTasks")
-    assert [id, "invoices", True, at] in found
-
-
 class _Cause:
     """The part of an ABORTED that the client reads."""
 

@@ -1,27 +1,18 @@
 """`cancel` keeps tasks in a table of their own, and `restore` puts them back as they were."""
 
-import dataclasses
-import threading
-import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from random import Random
 from typing import Any
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-import outbox
 from outbox.admin import changes, operations, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
-from outbox.table.layouts import Layout
 from outbox.table.states import CANCELLED, NEVER, UNSENT
-from tests.support import real
 from tests.support.commands import Commands
-from tests.support.fakes import FakePublisher
 from tests.support.operations import (
     CREATED,
     FUTURE,
@@ -36,10 +27,7 @@ from tests.support.operations import (
     rows_of,
     update,
 )
-from tests.support.parts import relay_of
-from tests.support.relays import unsent
 from tests.support.spanner import query
-from tests.support.waiting import eventually
 
 #: Every unsent state, with all columns.
 EVERY = {"Sequence": 3, "AtMostOnce": True, "Priority": -1, "DueAt": PAST, "Data": b"\x00\xff", "ExpiresAt": FUTURE}
@@ -234,70 +222,3 @@ def test_a_task_that_a_worker_had_published_is_restored_as_sent(database: Databa
     assert after["out"]["SentAt"] is not None
     assert sent == {"AvailableAt": None, "DueAt": None, "Attempts": 0, "LastError": None}
     assert query(database, "SELECT TimesSent FROM AsynchronousTasks ORDER BY Id") == [[1], [0], [1]]
-
-
-def test_an_application_cancels_without_a_way_back(database: Database) -> None:
-    insert(database, [row("a")])
-    assert database.run_in_transaction(outbox.cancel, "a")
-    assert (rows_of(database), kept(database)) == ({}, [])
-
-
-def test_a_restore_is_continued_after_its_last_chunk(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The record has the selection, and no chunk is executed twice."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
-    names = [f"{n}" for n in range(9)]
-    insert(database, [row(id, OrderingKey="one shard", Sequence=n) for n, id in enumerate(names)])
-    selection = TaskSelection(state=CANCELLED, operation=cancel(table, *names), since=table.now() - 60 * SECOND)
-    id = operations.new_id()
-    assert changes.begin(table, "restore", selection, operations.UNNAMED, id=id, selected=9)
-    first = next(changes.resume(table, id))
-    assert sorted(first.changed) == ["0", "1"]
-    assert changed(changes.resume(table, id)) == names[2:]
-    [recorded] = [each for each in operations.latest(table, 9) if each.id == id]
-    assert (recorded.operation, recorded.tasks, recorded.state(table.now())) == ("restore", 9, "finished")
-    assert TaskSelection.recorded(recorded.selection) == dataclasses.replace(
-        selection, as_of=TaskSelection.recorded(recorded.selection).as_of
-    )
-    assert recorded.published is None
-
-
-@pytest.mark.parametrize(
-    "tasks",
-    [
-        pytest.param(200, marks=pytest.mark.extended),
-        pytest.param(2_000, marks=[pytest.mark.long("more tasks"), pytest.mark.timeout(600)]),
-    ],
-)
-def test_restored_tasks_arrive_once_in_order_and_the_others_never(
-    database: Database, table: TaskTable, tasks: int
-) -> None:
-    """While a worker runs. A tenth of the tasks have a key, and half of all are restored."""
-    ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
-    insert(database, [row(id, OrderingKey=None if n % 10 else f"k{n % 40}", Sequence=n) for n, id in enumerate(ids)])
-    cancel(table, *ids)
-    publisher, done = FakePublisher("orders"), threading.Event()
-    relay = relay_of(real.Store(database, Layout(10)), publisher, size=50)
-
-    def work() -> None:
-        while not done.is_set():
-            relay.turn()
-        relay.finish()
-
-    wanted = Random(1).sample(ids, tasks // 2)
-    with ThreadPoolExecutor(1) as threads:
-        working = threads.submit(work)
-        try:
-            assert restore(table, ids=wanted) == sorted(wanted)
-            eventually(lambda: not unsent(database), seconds=200, message="all restored tasks sent")
-        finally:
-            done.set()
-        working.result(timeout=60)
-    received = publisher.ids()
-    assert sorted(received) == sorted(wanted)
-    place = {id: n for n, id in enumerate(ids)}
-    for key in range(0, 40, 10):
-        of_key = [place[id] for id in received if place[id] % 40 == key]
-        assert of_key == sorted(of_key)
-    assert kept(database) == sorted(set(ids) - set(wanted))
