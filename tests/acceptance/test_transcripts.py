@@ -62,6 +62,11 @@ def rows(now: datetime) -> dict[str, list[Row]]:
             row("a", "sent", **SENT), row("b", "sent", **SENT), row("broken", "sent", Data=b"\xff"),
             row("other", "sent", topic="mails", **SENT), row("pending"),
         ],
+        "topics": [
+            *(row(name, topic=name) for name in ("orders", "invoices", "limited")),
+            row("dead", "dead"),
+            *(row(f"of {name}", topic=f"projects/{name}/topics/invoices") for name in (PROJECT, "other")),
+        ],
     }  # fmt: skip
 
 

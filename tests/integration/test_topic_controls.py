@@ -31,7 +31,6 @@ from tests.support.console import SAME, form_of
 from tests.support.pubsub import PubSub
 from tests.support.spanner import PROJECT
 
-FOLLOW = "outbox: workers apply this within 10 seconds\n"
 FULL, V2 = (f"projects/{PROJECT}/topics/{name}" for name in ("orders", "orders-v2"))
 Command: TypeAlias = Callable[[str], tuple[int, str, str]]
 #: The texts of a form or of flags, by name. None removes the value.
@@ -204,29 +203,6 @@ def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: C
     assert rows(database) == {"orders": Controls(max_in_flight=5, probe_requested_at=second)}
 
 
-@pytest.mark.emulator_only("another transaction has its one lock")
-def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Command) -> None:
-    """Again and again; a transaction that is aborted runs again: here another one has the emulator's locks."""
-    write(database, {"limited": Controls(False, 10.0, 20, 5), "other": Controls(paused=True)})
-    have(database, "orders")
-    limits = "at most 10 tasks a second, 20 at once, 5 in flight"
-
-    def left(paused: bool) -> dict[str, Controls]:
-        limited = Controls(paused, 10.0, 20, 5)
-        return {"limited": limited, "orders": Controls(paused), "other": Controls(paused=True)}
-
-    session = database.session()
-    session.create()
-    list(session.transaction().execute_sql("SELECT Id FROM AsynchronousTasks"))
-    for _ in range(2):
-        assert command("pause orders limited orders") == (0, f"orders: paused\nlimited: paused; {limits}\n", FOLLOW)
-        assert rows(database) == left(paused=True)
-    session.delete()
-    for _ in range(2):
-        assert command("resume orders limited") == (0, f"orders: resumed\nlimited: resumed; {limits}\n", FOLLOW)
-        assert rows(database) == left(paused=False)
-
-
 @pytest.mark.parametrize("words", ["pause {}", "topics set {} --max-in-flight 1"])
 def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Command, words: str) -> None:
     """Either is enough, as for `outbox topics`; a task sent earlier is not. `--yes` accepts any name."""
@@ -241,28 +217,6 @@ def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Comman
         assert command(words.format(topic))[0] == 0
     assert command(words.format("sent-before"))[0] == 2
     assert command(words.format("sent-before") + " --yes")[0] == 0
-
-
-def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
-    """So a typing error is noticed. Nothing is written, also not for known topics. At most ten names are printed."""
-    advice = "{} 'ordres' anyway? Nothing was changed\n"
-    assert command("pause ordres")[2].endswith(f"Known topics: none. {advice.format('Pause')}")
-    have(database, "orders", "orders", "invoices")
-    write(database, {"reminders": Controls()})
-    refusal = (
-        "outbox: Not a terminal. Pass --yes to confirm: unknown topic 'ordres' (no row in "
-        "AsynchronousTaskTopics, no unsent task, and none sent in the last minute). Did you mean 'orders'? "
-        "Known topics: invoices, orders, reminders. "
-    )
-    for words, verb in {
-        "pause orders ordres": "Pause",
-        "topics set ordres --max-in-flight 1": "Set controls of",
-    }.items():
-        assert command(words) == (2, "", refusal + advice.format(verb))
-        assert [*rows(database)] == ["reminders"]
-    names = [f"a-{n:02}" for n in range(10)]
-    have(database, *names)
-    assert command("pause ordres")[2].endswith(f"Known topics: {', '.join(names)}, .... {advice.format('Pause')}")
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
@@ -280,49 +234,6 @@ def test_an_unknown_topic_is_a_question_at_a_terminal(
         assert "'ordres' anyway? [y/N] " in done[2]
         assert [*rows(database)] == ([] if code else ["ordres"])
         write(database, {})
-
-
-def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Command) -> None:
-    """Even if it has tasks; the paused topics are named, and nothing is written."""
-    have(database, "orders")
-    write(database, {"invoices": Controls(paused=True), "reminders": Controls()})
-    sentence = "outbox: cannot change orders: no row in AsynchronousTaskTopics. Nothing was changed. "
-    assert command("resume orders invoices") == (1, "", f"{sentence}Paused topics: invoices\n")
-    assert command("topics forget orders") == (1, "", f"{sentence}Paused topics: invoices\n")
-    assert rows(database)["invoices"].paused
-
-
-def test_tasks_under_the_other_spelling_are_reported(database: Database, command: Command) -> None:
-    """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
-    have(database, "orders", FULL, "projects/other/topics/orders")
-    sentence = "outbox: unsent tasks also use {0}, which is the same topic as {1}. Pass {0} too; otherwise"
-    for given, other in (("orders", FULL), (FULL, "orders")):
-        code, out, err = command(f"pause {given}")
-        assert (code, out) == (0, f"{given}: paused\n")
-        assert err.startswith(sentence.format(other, given))
-    assert "the same topic" not in command("pause projects/other/topics/orders")[2]
-    assert command(f"pause orders {FULL}") == (0, f"orders: paused\n{FULL}: paused\n", FOLLOW)
-    assert f"unsent tasks also use {FULL}, which is the same topic as orders" in command("resume orders")[2]
-
-
-def test_a_dry_run_of_a_route_counts_tasks_and_a_pause_of_its_end_names_it(
-    database: Database, command: Command
-) -> None:
-    """It counts unsent tasks of all states."""
-    have(database, "orders", "orders", "invoices")
-    dry = command("topics set orders --route orders-v2 --force --dry-run")
-    line = "orders: no row -> published to orders-v2\n2 tasks of orders would be published to orders-v2\n"
-    assert (dry, rows(database)) == ((0, line, ""), {})
-    code, out, err = command("topics set orders --route orders-v2 --force")
-    assert (code, out) == (0, "orders: published to orders-v2\n")
-    assert err.startswith(f"{FOLLOW}outbox: 2 tasks of orders not sent yet. Subscribers of orders-v2 do not get")
-    code, out, err = command(f"pause {V2} --yes")
-    assert (code, out) == (0, f"{V2}: paused\n")
-    assert err.endswith("messages of orders still go to orders-v2, because of its route. Pause it, too\n")
-    assert command("topics unset orders route --dry-run")[1].endswith(
-        "2 tasks of orders would be published to orders\n"
-    )
-    assert "2 tasks of orders not sent yet. Subscribers of orders do not" in command("topics unset orders route")[2]
 
 
 def test_a_destination_that_pubsub_says_nothing_about_is_written(
@@ -429,22 +340,3 @@ def test_a_file_with_a_chain_or_a_missing_destination_writes_nothing(
     assert "does not exist" in command(f"topics apply {file} --yes")[2]
     assert command(f"topics apply {tmp_path}/none.json")[2].startswith(f"outbox: '{tmp_path}/none.json' cannot be read")
     assert rows(database) == {}
-
-
-def test_a_topic_is_forgotten_after_a_confirmation(database: Database, command: Command) -> None:
-    """Its pause ends with it, so the command asks. The record has what it was."""
-    command("pause orders --yes")
-    code, _, err = command("topics forget orders")
-    assert (code, "orders has: paused. Forget it?" in err) == (2, True)
-    assert rows(database) == {"orders": Controls(paused=True)}
-    assert command("topics forget orders --yes") == (0, "orders: forgotten\n", FOLLOW)
-    assert rows(database) == {}
-    assert recorded(database) == ("controls", {"topics": {"orders": {"paused": [True, None]}}})
-
-
-def test_the_list_shows_routes_and_policies(command: Command) -> None:
-    command("topics set orders --route orders-v2 --max-attempts 3 --force --yes")
-    assert "orders  published to orders-v2; dead after 3 attempts" in command("topics")[1]
-    [found] = json.loads(command("topics --json")[1])["topics"]
-    assert (found["publish_to"], found["max_attempts"], found["dead_after_seconds"]) == ("orders-v2", 3, None)
-    assert command("topics --exact")[0] == 0
