@@ -1,11 +1,9 @@
 """The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its batches."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from random import Random
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.marking import SharedMarking
@@ -16,7 +14,7 @@ from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.turn.in_flight import InFlight, Limits
+from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
@@ -62,14 +60,6 @@ def relay_of(
         **{"discovery_seconds": 0, **options},
     )
     return trace.batches_of(relay) if trace else relay
-
-
-def in_flight_of(delivery_of: Callable[[Claim], Any], limits: Limits, host: Host | None = None) -> InFlight:
-    """Return batches in flight with deliveries of a test."""
-    tools: Any = SimpleNamespace(host=host or Host(), marking=None)
-    in_flight = InFlight(tools, limits, mock.Mock(Reporter))
-    in_flight._delivery_of = delivery_of  # type: ignore[assignment]  # as the real ones
-    return in_flight
 
 
 def claim_of(

@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -109,16 +108,6 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
     in_flight.abandon()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
-
-
-def test_a_marked_task_is_counted_if_a_defect_ends_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.publisher, "publish", mock.Mock(side_effect=ZeroDivisionError))
-    bench.insert("a", at_most_once=True)
-    with pytest.raises(ZeroDivisionError):
-        bench.turns()
-    assert bench.unsent() == []
-    bench.relay._in_flight.abandon()
-    assert bench.count(m.UNCONFIRMED) == 1
 
 
 def test_a_marked_task_is_counted_if_its_batch_is_stuck(bench: Bench) -> None:

@@ -110,17 +110,6 @@ def test_a_task_that_was_deferred_while_a_batch_had_lost_its_locks_is_released(b
     assert bench.publisher.ids() == ["head", "next"]
 
 
-def test_a_worker_that_ends_with_tasks_in_doubt_releases_the_next_task() -> None:
-    bench = Bench(size=3)
-    ids = released(bench, 9)
-    bench.commits(StoreError("no answer"))
-    bench.relay.turn()
-    bench.relay.finish()
-    bench.relay = bench.another()
-    bench.turns()
-    assert bench.publisher.ids() == ids
-
-
 def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
     """They wait neither for the rest of their hour nor for the head's backoff beyond its expiry."""
     in_a_minute = bench.store.now + timedelta(seconds=60)
@@ -193,12 +182,3 @@ def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
         assert bench.publisher.ids() == ["x"]
     bench.relay.finish()
     assert bench.count(m.DEFERRED) == 1
-
-
-def test_a_refused_deferral_does_not_hold_its_key() -> None:
-    bench = Bench()
-    bench.insert("head", ordering_key="k", available_at=bench.store.now + timedelta(seconds=20))
-    bench.insert("refused", ordering_key="k", sequence=1)
-    bench.store.refused.add("refused")
-    bench.run_for(30)
-    assert bench.published("head")

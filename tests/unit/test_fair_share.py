@@ -1,51 +1,12 @@
 """Which tasks are sent first, and which get a share: priorities, lower ones, ready and due tasks."""
 
 from collections import Counter
-from datetime import UTC, datetime
 
 import pytest
 
 from publishworker.turn import in_flight
 from publishworker.turn.relay import Relay
-from publishworker.turn.selection import FairShare
-from publishworker.types import Candidate
 from tests.support.relay_bench import Bench, SlowPublisher
-
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-
-
-def tasks(*priorities: int) -> list[Candidate]:
-    return [Candidate(str(each), "orders", 0, each, NOON, None, None, 1) for each in priorities]
-
-
-def priorities(found: list[Candidate]) -> list[int]:
-    return [each.priority for each in found]
-
-
-def test_the_fair_share_goes_to_each_lower_priority_in_turn() -> None:
-    """The next one is below the last one served, not the lowest of all."""
-    fair, every = FairShare(1.0), tasks(100, 50, 20, 20, 0)
-    served = []
-    for _ in range(8):
-        fair.count(1, 1 if served and served[-1] else 0, highest=100)
-        served.append(priorities(fair.choose(every)))
-    assert served == [[50], [20, 20], [0], [], [50], [20, 20], [0], []]
-
-
-def test_without_lower_priorities_no_fair_share_accumulates() -> None:
-    """After one vain poll from the top, the next one comes when the next share is earned, not at every turn."""
-    fair = FairShare(0.5)
-    fair.count(4, 0, highest=100)
-    assert fair.below_priority == 100
-    assert fair.choose(tasks(100)) == []
-    assert fair.below_priority is None
-    fair.count(1, 0, highest=100)
-    assert fair.below_priority is None
-    fair.count(1, 0, highest=100)
-    assert fair.below_priority == 100
-    fair = FairShare(1.0)
-    fair.count(8, 0, highest=None)  # no task was left behind, so there is no priority to poll below
-    assert fair.below_priority is None
 
 
 def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:  # OUT-ORDER-3

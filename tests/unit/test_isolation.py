@@ -1,11 +1,12 @@
 """One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
 import time
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from publishworker.turn import in_flight, selection
 from publishworker.types import Next
 from tests.support.fakes import serialized
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -108,14 +109,6 @@ def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
     assert bench.unsent() == []
 
 
-def test_the_parts_of_all_live_workers_add_up_to_the_limit(bench: Bench) -> None:
-    bench.store.seen_at = {"other": bench.store.now}
-    bench.insert(*[str(n) for n in range(50)])
-    bench.store.control("orders", rate_per_second=10, burst=10)
-    bench.turns()
-    assert len(bench.publisher.ids()) == 5
-
-
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("slow", ["pause", "poll", "discover"])
 def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) -> None:
@@ -153,25 +146,17 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
     assert bench.publisher.ids() == ["first", "a"]
 
 
-def test_at_most_once_tasks_that_a_claim_found_wait_while_their_topic_is_paused() -> None:
-    bench = Bench(discovery_seconds=60)
-    bench.insert("first")
-    bench.turns()
-    bench.insert("a", at_most_once=True)
-    claim = bench.store.claim
-
-    def pause_and_claim(*arguments: Any, **options: Any) -> datetime:
-        bench.store.control("orders", paused=True)
-        bench.wait(30)
-        return claim(*arguments, **options)
-
-    bench.store.claim = pause_and_claim  # type: ignore[method-assign]  # a fault on purpose
-    bench.turns()
-    assert (bench.publisher.ids(), bench.unsent()) == (["first"], ["a"])
-    bench.store.controls.clear()
-    bench.store.claim = claim  # type: ignore[method-assign]  # the same
-    bench.run_for(5)
-    assert bench.publisher.ids() == ["first", "a"]
+def test_batches_in_flight_have_a_limited_size(slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all their bodies. Further tasks stay pending. A single batch may be larger."""
+    for limit, batches in ((30 * len(serialized()), 3), (1, 1)):
+        for module in (in_flight, selection):
+            monkeypatch.setattr(module, "MAX_IN_FLIGHT_BYTES", limit)
+        slow.hanging = {"orders"}
+        bench = Bench(publisher=slow, batches=8)
+        bench.insert(*[str(n) for n in range(80)])
+        for _ in range(5):
+            bench.relay.turn()
+        assert len(bench.relay._in_flight) == batches
 
 
 def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  # OUT-DELAY-2

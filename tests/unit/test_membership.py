@@ -1,18 +1,14 @@
 """How live workers divide the shards, write their heartbeats, and claim only tasks of their shards."""
 
-import logging
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.base.schedules import RECONNECT
-from outbox.table.layouts import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
-from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_ROWS_PER_SECOND,
@@ -22,9 +18,7 @@ from publishworker.turn.membership import (
 )
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 from tests.support.fakes import FakeStore
-from tests.support.relay_bench import Bench
 
-ALL = tuple(range(10))
 names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
 
 
@@ -121,44 +115,6 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     assert watch.store.heartbeats == beats + 1
     watch.delete_heartbeat()
     assert not watch.store.seen_at
-
-
-def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
-    """While Spanner is unavailable one line covers everything. A table that refuses the heartbeat gets its own line."""
-    watch = Watch()
-    watch.store.away = True
-    with caplog.at_level(logging.WARNING, "publishworker"):
-        watch.heartbeat()
-        assert caplog.records == []
-        watch.store.away = False
-        watch.see("other")
-        watch.store.away = True
-        watch.delete_heartbeat()
-    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"]
-    assert "the fake store is away" in caplog.records[0].getMessage()
-
-
-def test_an_assignment_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch()
-    with caplog.at_level(logging.INFO, "publishworker"):
-        for live in (["me"], ["me", "other"], ["me", "other"]):
-            watch.see(*live)
-    assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
-    assert caplog.messages[0].startswith("2 live workers; this one polls shards ")
-
-
-def test_a_worker_whose_index_was_dropped_finds_the_new_one(bench: Bench) -> None:
-    """For example after a pause that was longer than the whole change."""
-    bench.insert("a")
-    bench.turns()
-    new = Layout(4, "4")
-    bench.store.build(new)
-    bench.store.recorded = {new: "polled"}
-    bench.insert("b")
-    with pytest.raises(StoreError):
-        bench.relay.turn()
-    bench.turns()
-    assert bench.publisher.ids() == ["a", "b"]
 
 
 def test_a_heartbeat_says_which_shards_are_polled_once_they_are_assigned() -> None:

@@ -334,14 +334,6 @@ def test_an_unsendable_message_stops_its_key(publisher: PubSubPublisher, record:
     assert record.of("k") == [["k0", "k1", "k2"]]
 
 
-def test_tasks_published_singly_keep_their_order(publisher: PubSubPublisher, record: Recorder) -> None:
-    assert len(sent(publisher.publish("orders", prefix(5), 5, {"k2"}))) == 5
-    assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
-    assert record.max_requests["k"] == 1
-    record.answer = refuse(grpc.StatusCode.UNAVAILABLE)
-    assert reasons(publisher.publish("orders", prefix(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")
-
-
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_a_poison_message_fails_alone_and_stops_its_key(
     publisher: PubSubPublisher, record: Recorder, place: int

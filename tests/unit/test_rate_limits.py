@@ -50,27 +50,6 @@ def test_no_history_of_requests_exceeds_rate_and_burst(
     assert total <= max_tasks + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
 
 
-@pytest.mark.parametrize(
-    ("per_second", "burst", "saved"),
-    [(100.0, 1000, 20), (100.0, 7, 7), (4.0, 1000, 1), (0.5, 3, 1), (50.0, 10, 10), (5.0, 10, 1)],
-)
-def test_a_topic_is_polled_once_it_has_tokens_for_a_fifth_of_a_second(
-    throttle: Timed, per_second: float, burst: int, saved: int
-) -> None:
-    """Or the burst, if that is less, or one: few larger batches instead of many of one task each."""
-    throttle.limit(per_second, burst)
-    assert throttle.allowed() == burst
-    throttle.take("orders", burst - saved)
-    assert throttle.allowed() == saved  # it may go, unless it is too little
-    throttle.take("orders", 1)
-    assert throttle.allowed() == 0
-    throttle.take("orders", saved - 1)
-    throttle.now += (saved - 0.01) / per_second
-    assert throttle.allowed() == 0
-    throttle.now += 0.02 / per_second
-    assert throttle.allowed() == saved
-
-
 def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Timed) -> None:
     """Tasks that other workers sent use none of the rate, but never raise the tokens above the burst."""
     throttle.limit(1, 10)

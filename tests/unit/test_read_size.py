@@ -71,25 +71,3 @@ def test_reads_that_time_out_become_smaller_until_all_is_sent(topics: int, keys:
     assert bench.send_all(800) < 800
     assert bench.timeouts <= 12
     assert min(bench.asked) * bench.seconds_of_range <= 30
-
-
-def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
-    bench = Bench(size=10, batches=8, discovery_seconds=60)
-    names = [f"t{number}" for number in range(30)]
-    bench.publisher.topics |= {f"projects/test-project/topics/{name}" for name in names}
-    bench.relay._poller.read_size.limit = bench.relay._poller.read_size._max_ranges = 7
-    for name in names:
-        bench.insert(f"first {name}", topic=name)
-    for _ in range(4):
-        bench.turns(600)
-    assert bench.unsent() == []
-    for _ in range(600):
-        bench.relay.turn()
-        bench.wait(0.05)
-    assert max(request.ranges for request in bench.store.polls) <= 7
-    assert bench.relay._poller.known.polled == frozenset()  # idle topics are forgotten nevertheless
-    bench.relay._poller.read_size.limit = bench.relay._poller.read_size._max_ranges = 1
-    bench.wait(60)
-    bench.insert("late", topic="t0")
-    bench.turns()  # one discovery after the other, until all shards have been read
-    assert bench.unsent() == []

@@ -1,8 +1,6 @@
 """One turn on the fake store and publisher: the outcome of each task, and the counters."""
 
 import logging
-import threading
-from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -199,25 +197,6 @@ def test_a_defect_is_raised_after_the_other_batches_have_ended(slow: SlowPublish
     assert bench.unsent() == ["a"]
 
 
-def open_circuits(bench: Bench) -> dict[str, bool]:
-    return {topic: circuit.is_open for topic, circuit in bench.relay._topics.circuit_states().items()}
-
-
-def test_a_relay_reports_its_batches_topics_and_circuits(bench: Bench) -> None:
-    bench.insert("a")
-    bench.insert("b", topic="missing")
-    assert (len(bench.relay._in_flight), bench.relay._discoverer.topics, open_circuits(bench)) == (0, frozenset(), {})
-    bench.turns()
-    assert (len(bench.relay._in_flight), bench.relay._in_flight.utilization) == (0, 0)
-    assert bench.relay._discoverer.topics == {"orders", "missing"}
-    assert open_circuits(bench) == {"missing": True}
-    sampled = Counter(name for name, *_ in bench.counted.samples)
-    assert sampled[m.PHASE_DURATION.name] >= 1 + 3
-    assert sampled[m.LATENCY.name] == 1
-    bench.wait(2)
-    assert open_circuits(bench) == {"missing": False}
-
-
 def test_finished_batches_are_counted_though_polls_fail(
     bench: Bench, slow: SlowPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,21 +222,6 @@ def test_finished_batches_are_counted_though_polls_fail(
     bench.insert("c")
     relay.turn(), relay.turn(), relay.finish()
     assert caplog.messages[-1].endswith(": 1 task published")
-
-
-@pytest.mark.extended
-def test_a_mark_that_does_not_end_ends_the_worker(bench: Bench) -> None:
-    bench.insert("a")
-    bench.commits(StoreError("lost"))
-    while not bench.count(m.UNCOMMITTED):
-        bench.relay.turn()
-    let_go = threading.Event()
-    bench.store.before_commit = lambda: let_go.wait(30)
-    try:
-        with pytest.raises(StuckBatch):
-            [(bench.relay.turn(), bench.wait(45)) for _ in range(9)]
-    finally:
-        let_go.set()
 
 
 @pytest.mark.parametrize(

@@ -257,20 +257,3 @@ def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
         "The rows of 1 task of topic orders were not locked, so nothing was published: no answer in time"
     ]
     assert watch.actions() == ["lock_failed"]
-
-
-def test_the_summary_names_failed_attempts(watch: Watch) -> None:
-    """A task that fails twice is two of them."""
-    watch.turns(2, Delivered(claim_of("orders", *"abcde"), dict.fromkeys("abcde", AWAY)))
-    watch.reporter.log_summary()
-    [(line, fields)] = watch.lines()
-    assert line.endswith(": 10 attempts failed")
-    assert fields["failed"] == 10
-
-
-def test_a_failure_of_the_task_alone_waits_for_no_circuit(watch: Watch) -> None:
-    result = failing("a")
-    result.answers["a"] = Failed("unknown", "no such reason")
-    watch.reporter.report_batch(result)
-    [(line, _)] = watch.lines()
-    assert line.endswith("It is due at 2026-12-31T00:00:00Z")

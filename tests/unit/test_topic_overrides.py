@@ -45,20 +45,6 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     assert bench.publisher.ids() == ["a"]
 
 
-def test_a_probe_that_is_asked_for_closes_the_circuit_before_its_time(bench: Bench) -> None:
-    known = {*bench.publisher.topics}
-    bench.publisher.topics.clear()
-    bench.insert("a")
-    assert bench.turns()[-1].seconds_to_controls == CONTROLS_SECONDS
-    bench.publisher.topics |= known
-    bench.relay.turn()
-    assert bench.publisher.ids() == []
-    bench.store.control("orders", probe_requested_at=bench.store.now)
-    bench.relay.turn()  # reads the topic controls
-    bench.turns()
-    assert bench.publisher.ids() == ["a"]
-
-
 def test_each_change_of_a_route_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "publishworker")
     found = topics(orders=TopicControls(publish_to="orders-1"))

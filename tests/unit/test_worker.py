@@ -104,14 +104,6 @@ class Script:
         return self.stop.waits
 
 
-def test_after_work_the_worker_polls_again_at_once() -> None:
-    """Also after a turn that waited in vain: a backlog must not wait a poll interval for it."""
-    assert Script(WORK, WORK, WORK).run() == []
-    assert Script(IDLE, IDLE, Turn(in_flight=8, next=Next.STILL_WAITING), WORK).run() == pytest.approx(
-        [0.05, 0.1], rel=0.15
-    )
-
-
 def near(*nominal: float) -> list[Any]:
     """Return values that equal waits of these seconds, each up to 15 % shorter."""
     return [pytest.approx(each * 0.925, abs=each * 0.0751) for each in nominal]
@@ -131,11 +123,6 @@ def test_a_first_failure_is_retried_soon_and_repeated_ones_more_and_more_slowly(
     assert waits[6:] == near(0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 0.05)
 
 
-def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
-    """A topic that soon has tokens is polled then; one that has none for long delays no other."""
-    assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
-
-
 @pytest.mark.parametrize(("turn", "due"), [(IDLE, 0.0), (Turn(next=Next.SOON), None)])
 def test_a_task_that_is_due_already_or_left_is_polled_after_the_poll_interval(turn: Turn, due: float | None) -> None:
     """The change stream does not report it. It may wait for something else, so polls at once would be many."""
@@ -153,14 +140,6 @@ def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.L
     back = ("INFO", "Spanner is available again", "spanner_available")
     lines = [(each.levelname, each.getMessage(), vars(each)["action"]) for each in caplog.records]
     assert lines == [away, back, away, back]
-
-
-def test_the_failure_of_the_last_turn_is_known_until_a_turn_succeeds() -> None:
-    """A drain that stops with work left says why."""
-    for steps, failure in (((WORK, AWAY), AWAY), ((AWAY, WORK), None)):
-        script = Script(*steps)
-        script.run()
-        assert script.worker.failure is failure
 
 
 ROUND = ["beat", "report"]
@@ -222,13 +201,6 @@ def test_a_missing_database_ends_the_worker_after_minutes() -> None:
         script = Script(*[*[gone] * 50, back] * 4, seconds=1)
         script.run()
         assert script.stop.seconds > MAX_MISSING_SECONDS
-
-
-def test_a_defect_ends_the_worker() -> None:
-    script = Script(ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        script.run()
-    assert script.events[-1] == "turn"
 
 
 def test_the_heartbeat_row_is_written_in_long_waits() -> None:
