@@ -30,13 +30,6 @@ def discovered(harness: Harness) -> Discovery:
     return harness.store.discover(ALL, ())
 
 
-def test_empty_tables(harness: Harness) -> None:
-    assert harness.store.poll(poll_request("orders", due=True, below_priority=1)) == ()
-    assert harness.store.discover(ALL, ()).topics == frozenset()
-    assert discovered(harness).controls == {}
-    assert discovered(harness).workers == Workers()
-
-
 def test_poll_returns_only_unsent_tasks_of_the_requested_topics(harness: Harness) -> None:
     """A candidate has topic, shard, priority, times, key and size. Sent, scheduled and dead tasks are none."""
     harness.insert("a", priority=7, ordering_key="key")

@@ -71,6 +71,8 @@ def test_register_refuses_the_transaction_of_a_driver(
                 outbox.register(transaction, "orders", b"")
             with pytest.raises(outbox.InvalidTransaction, match=r"Use register_once of outbox\.ext\.sqlalchemy"):
                 outbox.register_once(transaction, "orders", b"", task_id=order)
+            with pytest.raises(outbox.InvalidTransaction, match=r"Use register_many of outbox\.ext\.sqlalchemy"):
+                outbox.register_many(transaction, [outbox.Task("orders", b"")])
             assert transaction._mutations == []
     assert aborted == {"execute_sql": 1}
     assert rows(orders_database, order) == ([order], [])

@@ -147,27 +147,6 @@ def test_the_backlog_is_read_at_one_timestamp(database: Database, watch: Watch):
     ]
 
 
-@pytest.mark.parametrize("limit", [5, 100])
-def test_the_tasks_registered_in_the_last_minute_are_counted(database: Database, watch: Watch, limit: int):
-    """In any state, and behind a backlog that is longer than the limit. A bound says that it is one."""
-    now = datetime.now(UTC)
-    new = now - timedelta(minutes=1) + MICROSECOND
-    in_each: list[dict[str, Any]] = [
-        {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 1},
-        {"AvailableAt": FUTURE - DAY, "BlockedBy": "head"}, {"AvailableAt": NEVER}, {"SentAt": now},
-    ]  # fmt: skip
-    old = [row(f"old {n}", OrderingKey="k") for n in range(7)]
-    insert(database, [*old, *(row(f"new {n}", CreatedAt=new, **each) for n, each in enumerate(in_each))])
-    insert(database, [row("before", CreatedAt=new - MICROSECOND, AvailableAt=PAST)])
-    insert(database, [row("behind", CreatedAt=now, OrderingKey="k"), row("other", CreatedAt=now, Priority=7)])
-    found = backlog._read_at(Later(watch.database), now, limit)
-    cut = {"pending", NEW} if limit == 5 else set()
-    seen = {line.priority: line.registered_last_minute for line in found.lines}
-    assert seen == {50: 8, 7: 1} or (NEW in cut and seen[50] < 8)
-    assert (found.total.next_due, found.total.at_least) == (FUTURE, cut)
-    watch.check()
-
-
 @pytest.mark.emulator_only("it answers for a time before the table was created")
 def test_the_backlog_of_metrics_is_of_ten_seconds_ago(own_database: Database, monkeypatch: pytest.MonkeyPatch):
     """So that any replica can answer; if there was no table then (the emulator does not refuse it), it is of now."""
@@ -267,16 +246,3 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
         place: {name: number for name, number in counts.items() if number} for place, counts in true.items()
     }
     assert not exact.total.at_least
-
-
-def test_of_too_many_topics_the_first_are_counted(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """By name. Sums are bounds."""
-    insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
-    monkeypatch.setattr(backlog, "MAX_TOPICS", 2)
-    assert backlog.read(table, exact=True).whole
-    monkeypatch.setattr(backlog, "MAX_TOPICS", 1)
-    found = backlog.read(table, exact=True)
-    assert (found.whole, [line.topic for line in found.lines], found.total.pending) == (False, ["a"], 9)
-    assert found.total.at_least == set(COUNTS)

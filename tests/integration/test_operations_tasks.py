@@ -22,7 +22,6 @@ from outbox.base.values import MAX_ID_CHARACTERS
 from outbox.console import readings, selections
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
-from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
 from tests.support.commands import Commands
 from tests.support.console import console
@@ -265,18 +264,3 @@ def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database:
     assert (heads[0].head and heads[0].head.columns["LastError"]) == "not_found"
     assert [each.id for each in tasks.blocked_heads(watch.table, seen, limit=1)] == ["dead"]
     watch.check()
-
-
-def test_the_sent_tasks_of_a_key_are_in_the_order_in_which_they_were_published(database: Database, table: TaskTable):
-    """A worker marks them in one transaction, so by CreatedAt, then Sequence, then ID. A list has the newest first."""
-    order = [("f", 0, 9), ("e", 1, None), ("d", 1, 1), ("a", 1, 2), ("b", 1, 10), ("c", 1, 10)]
-    rows = [
-        row(id, OrderingKey="k", CreatedAt=CREATED + seconds * SECOND, Sequence=sequence, SentAt=PAST)
-        for id, seconds, sequence in order
-    ]
-    insert(database, Random(1).sample(rows, len(rows)))
-    published = [id for id, _, _ in order]
-    assert [each["Id"] for each in SentTasks(table, Position(PAST), None).page().rows] == published
-    assert ids(table, "sent", newest=True) == published[::-1]
-    # The end of a page selects by CreatedAt, too.
-    assert ids(table, "sent", newest=True, limit=5) == published[:0:-1]

@@ -16,10 +16,8 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.devtools.emulators import Emulators
-from outbox.errors import SettingError
 from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
-from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import serialized
@@ -60,28 +58,6 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     assert {topic for topic in topics if topic in warning} == {pending, scheduled}
     assert "--pubsub-endpoint" in warning
     assert warnings(OUTBOX_PUBSUB_ENDPOINT=f"http://{emulators.pubsub_host}") == []
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        f"https://{ENDPOINT}",
-        f"{ENDPOINT}/",
-        "two words",
-        "host:port",
-        ":443",
-        "host:0",
-        "host:65536",
-        "::1",
-        "::1:443",
-        "[::1",
-        "[host]:1",
-    ],
-)  # fmt: skip
-def test_an_invalid_endpoint_is_refused(value: str) -> None:
-    """It is no address of a page, has no path, and its port is a number."""
-    with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed. It must be a host, or HOST:PORT"):
-        WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
 
 
 @pytest.fixture

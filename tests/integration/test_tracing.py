@@ -86,11 +86,3 @@ def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
     [link] = sent.links
     assert is_within(link.context, order, spans)
     assert sent.context.trace_id != order.context.trace_id
-
-
-def test_without_a_provider_nothing_is_traced(database: Database, topic: str, subscription: Subscription) -> None:
-    """No attribute, no span, no error."""
-    database.run_in_transaction(lambda transaction: outbox.register(transaction, topic, b"order-1"))
-    relay_all(database)
-    [message] = subscription.pull_until(1)
-    assert set(message.attributes) == {"asynchronous_task_id"}

@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -69,15 +68,6 @@ def test_the_progress_of_a_long_command_is_printed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bulk, "PROGRESS_SECONDS", 0.0)
     assert bulk.carry_out(outcomes(500, 500), GO_ON).changed == 1_000
     assert capsys.readouterr().err == "outbox: 500 tasks changed so far\noutbox: 1,000 tasks changed so far\n"
-
-
-def test_a_long_transaction_is_followed_by_one_line_of_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    times = iter([0.0, 35.0, 35.0, 36.0, 37.0])
-    monkeypatch.setattr(bulk, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    assert bulk.carry_out(outcomes(1, 1, 1), GO_ON).changed == 3
-    assert capsys.readouterr().err == "outbox: 1 task changed so far\n"
 
 
 def test_an_error_reports_the_progress_and_how_to_continue():

@@ -2,9 +2,8 @@
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +82,9 @@ def test_messages_of_a_batch_have_one_transaction(attempts: int, outcomes: list[
     assert len(database.committed) == 1
     assert seen(*of) == [["ack"]] * 4
     assert outcomes == ["processed", "duplicate", "processed", "duplicate"]
+    handle = mock.Mock()
+    deliver(Database("old"), handle, message("old"), message("old"))
+    handle.assert_not_called()
 
 
 def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
@@ -111,18 +113,6 @@ def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
     assert seen(*of) == [["nack"], ["ack"], ["nack"], ["nack"], ["ack"]]
     assert outcomes == ["failed", "processed", "failed", "failed", "processed"]
     assert "an earlier message of its ordering key 'k' failed" in caplog.text
-
-
-def test_a_list_has_each_new_task_once_and_is_never_empty() -> None:
-    """The first message of a task is in the list. Its second delivery is acknowledged with it."""
-    calls: list[Any] = []
-    of = [message(id) for id in ("b", "old", "a", "b")]
-    deliver(Database("old"), lambda _transaction, messages: calls.extend(messages), *of)
-    assert calls == [of[0], of[2]]
-    assert seen(*of) == [["ack"]] * 4
-    calls.clear()
-    deliver(Database("old"), lambda *_: calls.append("called"), message("old"), message("old"))
-    assert calls == []
 
 
 def test_a_batch_of_one_and_process_call_the_function_with_a_list_of_one() -> None:
@@ -256,41 +246,6 @@ def test_a_message_without_a_task_id_joins_no_batch(outcomes: list[str]) -> None
 def test_wrong_settings_are_refused(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         inbox.BatchHandler(**{"database": mock.Mock(), "consumer": "billing", **options})
-
-
-def test_each_item_is_in_one_list_and_lists_do_not_overlap() -> None:
-    """Items of a thread keep their order, and no thread waits while another one processes."""
-    lists, at_once = list[list[tuple[int, int]]](), threading.Semaphore(1)
-
-    def process(items: list[tuple[int, int]]) -> None:
-        assert at_once.acquire(blocking=False)
-        lists.append(items)
-        time.sleep(0.001)
-        at_once.release()
-
-    collector = Collector(process, 7, 0.001)
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(lambda n=n: [collector.add((n, k)) for k in range(50)]) for n in range(8)]:
-            done.result(SECONDS)
-    items = [item for each in lists for item in each]
-    assert sorted(items) == [(n, k) for n in range(8) for k in range(50)]
-    assert all([k for n, k in items if n == thread] == list(range(50)) for thread in range(8))
-    assert max(map(len, lists)) == 7
-
-
-def test_a_full_list_does_not_wait_and_another_one_waits_for_its_delay() -> None:
-    lists = list[list[str]]()
-    full = Collector(lists.append, 2, SECONDS)
-    thread = threading.Thread(target=full.add, args=["a"])
-    thread.start()
-    eventually(lambda: full._is_busy)
-    full.add("b")
-    thread.join(SECONDS / 2)
-    assert lists == [["a", "b"]]
-    start = time.monotonic()
-    Collector(lists.append, 2, 0.1).add("c")
-    assert lists[1:] == [["c"]]
-    assert 0.1 <= time.monotonic() - start < SECONDS
 
 
 def test_an_error_reaches_the_thread_that_processes_and_loses_no_item() -> None:

@@ -69,16 +69,6 @@ def test_the_variable_of_the_exporter_turns_metrics_off(
     assert clients.client("opentelemetry") is (created if exports else None)
 
 
-def test_a_variable_that_the_exporter_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_options: object) -> None:
-        raise KeyError("zip")
-
-    monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)
-    monkeypatch.setattr(clients, "_exporter_class", lambda: refuse)
-    with pytest.raises(SettingError, match=r"OTEL_.* is wrong: 'zip'"):
-        clients.client("opentelemetry")
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
     [

@@ -11,7 +11,6 @@ from unittest import mock
 from zoneinfo import ZoneInfo
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.protobuf import descriptor_pb2, struct_pb2, timestamp_pb2
 from google.pubsub_v1.types import PubsubMessage
 from google.pubsub_v1.types import Topic as ProtoPlusTopic
@@ -39,19 +38,6 @@ def test_a_name_of_the_package_is_searched_for_once() -> None:
     """Each search costs microseconds, and applications call `outbox.register` for each task."""
     register = outbox.register
     assert vars(outbox)["register"] is register
-
-
-def test_register_adds_one_insert_and_returns_the_id() -> None:
-    """Without the columns that have their default. A written one has a value."""
-    row = registered("orders", b"data")
-    assert list(row) == ["Id", "Topic", "Data", "Priority", "Sequence", "CreatedAt", "message"]
-    assert (row["Topic"], row["Priority"], row["CreatedAt"]) == ("orders", 50, COMMIT_TIMESTAMP)
-    at = datetime(2026, 1, 1, tzinfo=UTC)
-    for name, column, value in (
-        ("ordering_key", "OrderingKey", "k"), ("available_at", "AvailableAt", at), ("expires_at", "ExpiresAt", at),
-        ("at_most_once", "AtMostOnce", True),
-    ):  # fmt: skip
-        assert registered("orders", b"data", **{name: value})[column] == value
 
 
 BERLIN = ZoneInfo("Europe/Berlin")

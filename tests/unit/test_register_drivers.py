@@ -39,25 +39,6 @@ def register(transaction: Any) -> None:
     outbox.register(transaction, "orders", b"")
 
 
-def register_once(transaction: Any) -> None:
-    outbox.register_once(transaction, "orders", b"", task_id="t")
-
-
-def register_many(transaction: Any) -> None:
-    outbox.register_many(transaction, [outbox.Task("orders", b"")])
-
-
-@pytest.mark.parametrize("call", [register, register_once, register_many])
-def test_the_transaction_of_a_driver_is_refused(session: Session, call: Callable[[Any], None]) -> None:
-    """The sentence names the functions for the drivers. Nothing is buffered, nothing sent."""
-    for transaction in (of_driver(session), of_driver(session, isolation_level=2, transaction_tag="tag")):
-        with pytest.raises(outbox.InvalidTransaction, match="so it would be lost") as caught:
-            call(transaction)
-        assert str(caught.value).endswith(f" Use {call.__name__} of outbox.ext.sqlalchemy, .django or .dbapi")
-        assert isinstance(caught.value, ValueError)
-        assert transaction._mutations == []
-
-
 def test_other_transactions_are_accepted(session: Session) -> None:
     """That of `run_in_transaction`, and one that the application began itself, with options as well."""
 

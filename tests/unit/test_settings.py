@@ -18,13 +18,6 @@ def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSetti
     return WorkerSettings.read({**NEEDED, **flags}, environment or {})
 
 
-def test_defaults_match_the_documentation() -> None:
-    settings = read()
-    assert (settings.batch_size, settings.poll_interval) == (200, 1.0)
-    assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
-    assert (settings.dead_after, settings.allowed_topics) == (86_400.0, "*")
-
-
 def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
     assert read({"OUTBOX_BATCH_SIZE": "7"}).batch_size == 7
     assert read({"OUTBOX_BATCH_SIZE": "7"}, batch_size="8").batch_size == 8
@@ -55,6 +48,15 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "database": ("2 to 30 characters of a-z", ("Orders!", "d" * 31), ()),
     "instance": ("2 to 64 characters of a-z", ("a",), ()),
     "heartbeat_file": ("a path", ("",), ()),
+    # It is no address of a page, and has no path.
+    "pubsub_endpoint": (
+        "a host, or HOST:PORT",
+        (
+            "https://pubsub.example", "pubsub.example/", "two words", "host:port", ":443", "host:0", "host:65536",
+            "::1", "::1:443", "[::1", "[host]:1",
+        ),
+        (),
+    ),
     "allowed_topics": (
         "comma-separated patterns of topics, in which * is any text",
         (
@@ -110,11 +112,6 @@ def test_the_known_variables_are_those_of_all_settings() -> None:
         pipeline.ReplaySettings,
     )  # fmt: skip
     assert {field.name.upper() for each in classes for field in fields_of(each)} == NAMES
-
-
-def test_a_missing_value_names_its_flag_and_variables() -> None:
-    with pytest.raises(SettingError, match="Pass --instance or set OUTBOX_INSTANCE"):
-        WorkerSettings.read({"project": "p", "database": "d1"}, {})
 
 
 def test_the_deadline_is_a_flag_but_not_a_setting() -> None:

@@ -25,15 +25,6 @@ def test_a_method_has_the_parameters_of_the_client(method: str) -> None:
         call(**options, wrong=1)
 
 
-def test_register_once_finds_given_and_registered_tasks() -> None:
-    transaction = RecordingTransaction(["there"])
-    outbox.register(transaction, "orders", b"", task_id="before")
-    ids = ("there", "before", "new", "new")
-    once = [outbox.register_once(transaction, "orders", b"", task_id=id) for id in ids]
-    assert once == [False, False, True, False]
-    assert [task.id for task in transaction.tasks] == ["before", "new"]
-
-
 def test_cancel_finds_given_tasks_until_they_are_cancelled() -> None:
     """As in a database, a task of the same transaction is refused."""
     transaction = RecordingTransaction(["there"])

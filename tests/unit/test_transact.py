@@ -49,12 +49,6 @@ def failing(error: Exception) -> Callable[[Any], None]:
     return work
 
 
-def test_the_result_and_the_options_are_passed_on() -> None:
-    database = Database(transaction := Transaction())
-    assert transact(database, lambda begun: begun is transaction, timeout_secs=3) is True
-    assert (database.options, transaction.rollbacks) == ({"timeout_secs": 3}, 0)
-
-
 @pytest.mark.parametrize(
     ("error", "rollbacks"),
     [(InvalidArgument("refused"), 1), (ServiceUnavailable("the outcome is unknown"), 0), (Aborted("again"), 0)],
