@@ -192,7 +192,7 @@ def _add_certificate(jobs: Any) -> None:
     actions = certificate.add_subparsers(metavar="ACTION", required=True, dest="action")
     verify = actions.add_parser("verify", help="check signatures, the chain and the inputs")
     verify.add_argument("files", metavar="FILE", nargs="+", help="Certificates, whose windows must adjoin.")
-    verify.add_argument("--received", metavar="PATH", help="Folder or file with the received messages, to check.")
+    verify.add_argument("--received", metavar="PATH", help="Folder with the received messages, to check.")
     verify.add_argument("--proof", metavar="FILE", help="Output of `prove`, to check against its certificate.")
     prove = actions.add_parser("prove", help="prove that a task is in a certificate")
     prove.add_argument("id", metavar="ID", help="The task ID.")

@@ -36,8 +36,8 @@ class Folder:
         self._system = self._path.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())  # noqa: SLF001 - the same
 
     def __str__(self) -> str:
-        """Return the path."""
-        return str(self._path.toString() if self._system else self._path)
+        """Return the path. Hadoop's text of the working directory is empty."""
+        return str(self._path.toString() if self._system else self._path) or "."
 
     @property
     def name(self) -> str:

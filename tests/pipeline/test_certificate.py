@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive.log import commit_name
 from outbox_pipeline.jobs.audit.attributes import sha256_of
+from outbox_pipeline.spark.files import Folder
 from publishworker.telemetry import clients
 from tests.support.archives import remove
 from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
@@ -75,26 +77,30 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(  # noqa: PLR
     assert "contains task '20-4', delivered, with" in capsys.readouterr().out
     assert cli.main(["certificate", "prove", "21-4", *prove]) == 1
     assert "Task '21-4' is not in" in capsys.readouterr().err
-    can_be_checked_by_hand(place, first)
+    can_be_checked_by_hand(place, first, proof)
     a_window_must_follow_the_one_before(target, place, first, capsys)
     has_the_same_digest_again(target, place, database, second, capsys)
 
 
-def can_be_checked_by_hand(place: Place, certificate: Path) -> None:
-    """Execute the page's commands with openssl and sha256sum, on the certificate and on a changed one."""
+def can_be_checked_by_hand(place: Place, certificate: Path, proof: Path) -> None:
+    """Execute the page's commands with openssl and sha256sum, and its program, also on what was changed."""
     by_hand, of_message = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     printed = subprocess.run(["bash", "-ec", of_message], capture_output=True, text=True, check=True).stdout
     assert printed.split()[0] == sha256_of(b"paid", {"kind": "order"})
-    hand = place.path("hand")
-    hand.mkdir()
-    for name, target in (("archive", "archive"), ("key.pub", "key.pub"), ("received", "received/2026-10-20")):
-        (hand / name).symlink_to(place.path(target))
     script = by_hand.replace("certificate-2026-11-20.json", str(certificate))
-    done = subprocess.run(["bash", "-ec", script], cwd=hand, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-ec", script], cwd=place.folder, capture_output=True, text=True, check=True)
     following = payload(place.path("certificate-2026-10-21.json"))["predicate"]["previous"]
-    assert done.stdout.splitlines() == ["Signature Verified Successfully", f"{following}  payload.json"]
+    signed, summary, _, until, before, digest = done.stdout.splitlines()
+    assert (signed, summary) == ("Signature Verified Successfully", "COMPLETE: 5 tasks delivered")
+    assert (until, before, digest) == (shown(DAYS[1]), "null", f"{following}  payload.json")
+    [program] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    shutil.copy(proof, place.path("proof.json"))
+    for changed, verdict in ((program, "proved\n"), (program.replace('["task_id"]', '["digest"]'), "not proved\n")):
+        command = [sys.executable, "-c", changed]
+        found = subprocess.run(command, cwd=place.folder, capture_output=True, text=True, check=True)
+        assert found.stdout == verdict
     changed = script.replace("cat payload.json", "tr 5 6 < payload.json")
-    assert subprocess.run(["bash", "-ec", changed], cwd=hand, capture_output=True, check=False).returncode == 1
+    assert subprocess.run(["bash", "-ec", changed], cwd=place.folder, capture_output=True, check=False).returncode == 1
 
 
 def a_window_must_follow_the_one_before(target: DatabaseSettings, place: Place, first: Path, capsys: Any) -> None:
@@ -122,6 +128,11 @@ def has_the_same_digest_again(
     capsys.readouterr()
     assert cli.main(audit(target, place, DAYS[1], "four", grace="11m", **previous)) == 1
     assert "exists, and is another certificate" in capsys.readouterr().err
+
+
+def test_a_file_without_a_folder_is_in_the_working_directory(spark: SparkSession):
+    file = Folder(spark, "certificate.json")
+    assert (file.parent / file.name).qualified() == file.qualified()
 
 
 def test_a_verifier_imports_neither_spark_nor_spanner(tmp_path: Path):

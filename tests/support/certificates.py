@@ -109,7 +109,7 @@ def audit(target: DatabaseSettings, place: Place, day: datetime, output: str, **
         "since": shown(day),
         "until": shown(day + timedelta(days=1)),
         "archive": str(place.path("archive")),
-        "received": str(place.path("received") / f"{day:%Y-%m-%d}" / "*.jsonl"),
+        "received": str(place.path("received/%Y-%m-%d/*.jsonl")),
         "output": str(place.folder.parent / output),
         "certificate": str(place.path("certificate-%Y-%m-%d.json")),
         "key-file": str(place.path("key.pem")),

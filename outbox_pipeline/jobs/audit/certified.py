@@ -4,8 +4,7 @@ So a later run has the same certificate, even if tasks were sent again, purged o
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,13 +19,11 @@ from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.archive.log import Window
 from outbox_pipeline.jobs.archive.windows import Archive, floor
 from outbox_pipeline.jobs.audit import transforms as audit
-from outbox_pipeline.jobs.certificate import document, keys
+from outbox_pipeline.jobs.certificate import document, keys, merkle
 from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
-from outbox_pipeline.jobs.certificate.merkle import Tree
-from outbox_pipeline.spark.files import Folder
+from outbox_pipeline.spark.files import PATTERN, Folder
 from outbox_pipeline.spark.spark_tasks import collected
 
-_COUNTS = ("registered", *OUTCOMES, "republished")
 _DAY = timedelta(days=1)
 _OF_DAY = "%Y-%m-%d"
 
@@ -45,9 +42,8 @@ def dated(settings: AuditSettings, now: datetime) -> AuditSettings:
         return pattern.replace(_OF_DAY, f"{day.astimezone(UTC):%Y-%m-%d}")
 
     # Messages of the last tasks arrive after midnight.
-    last = until + timedelta(seconds=settings.grace)
-    times = [last, *(since + n * _DAY for n in range((last - since) // _DAY + 1))]
-    days = sorted({f"{each.astimezone(UTC):%Y-%m-%d}" for each in times})
+    first, last = floor(since, _DAY), until + timedelta(seconds=settings.grace)
+    days = [path(_OF_DAY, first + n * _DAY) for n in range((last - first) // _DAY + 1)]
     return dataclasses.replace(
         settings,
         since=since,
@@ -75,13 +71,18 @@ class Certifier:
         self._windows: Sequence[Window] = ()
 
     def _read_previous(self) -> document.Certificate:
-        path = Folder(self._spark, self._settings.previous)
-        text = path.parent.read(path.name)
-        if text is None:
+        path = self._settings.previous
+        if (payload := self._payload(path)) is None:
             raise OutboxError(f"--previous {path} does not exist. Certify that window first")
-        found = document.read(document.payload_of(text.encode(), str(path)), str(path))
+        found = document.read(payload, path)
         document.check_next(found, self._settings.certificate, self._database, self._since)
         return found
+
+    def _payload(self, path: str) -> bytes | None:
+        """Return the payload of a certificate, or None if the file does not exist. Raises OutboxError."""
+        file = Folder(self._spark, path)
+        text = file.parent.read(file.name)
+        return None if text is None else document.envelope(text.encode(), path)[0]
 
     def covering(self, windows: Sequence[Window], rules: audit.Rules) -> Sequence[Window]:
         """Return the archived windows in which the tasks were sent, to the first that ends `grace` after the window.
@@ -137,7 +138,6 @@ class Certifier:
                 "early. Export the messages again. No certificate was written"
             )
         listed, topics = self._outcomes(rows)
-        totals = {name: sum(counts[name] for counts in topics.values()) for name in _COUNTS}
         content = {
             "database": self._database,
             "window": {"since": shown(self._since), "until": shown(self._until)},
@@ -148,22 +148,18 @@ class Certifier:
                 "grace_seconds": rules.grace.total_seconds(),
                 "received_data": self._settings.received_data,
             },
-            "tasks": self._tree().summary(),
-            "counts": totals | {"unknown": done.unknown, "foreign": done.foreign},
+            "tasks": merkle.summary(self._tasks()),
+            "counts": {"unknown": done.unknown, "foreign": done.foreign},
             "topics": topics,
             "not_delivered": listed,
         }
         payload = document.payload(content, self._inputs())
-        certificate = document.read(payload, self._settings.certificate)
-        self._write(payload)
+        path = self._settings.certificate
+        certificate, file = document.read(payload, path), Folder(self._spark, path)
+        written = file.parent.create(file.name, document.signed(payload, self._signer))
+        if not written and self._payload(path) != payload:
+            raise OutboxError(f"--certificate {path} exists, and is another certificate. Pass another file")
         return certificate.digest, str(certificate.content["summary"])
-
-    def _write(self, payload: bytes) -> None:
-        file = Folder(self._spark, self._settings.certificate)
-        if not file.parent.create(file.name, document.signed(payload, self._signer)):
-            found = document.payload_of((file.parent.read(file.name) or "").encode(), str(file))
-            if found != payload:
-                raise OutboxError(f"--certificate {file} exists, and is another certificate. Pass another file")
 
     def _outcomes(self, rows: DataFrame) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]]]:
         """Return the tasks that were not delivered, and the counts of outcomes by topic. A task has its best state."""
@@ -182,18 +178,15 @@ class Certifier:
         )
         topics: dict[str, dict[str, int]] = {}
         for row in collected(counts):
-            of_topic = topics.setdefault(row["topic"], dict.fromkeys(_COUNTS, 0))
-            of_topic[row["outcome"]] += row["tasks"]
-            of_topic["registered"] += row["tasks"]
+            of_topic = topics.setdefault(row["topic"], dict.fromkeys((*OUTCOMES, "republished"), 0))
+            of_topic[row["outcome"]] = row["tasks"]
             of_topic["republished"] += row["republished"]
         return collected(columns), topics
 
-    def _tree(self) -> Tree:
-        """Return the tree over the archived tasks of the window. Spark sorts them by the bytes of their IDs."""
-        tasks, tree = self._archived.where(self._of_window()), Tree()
-        for row in tasks.select("task_id", "digest").distinct().orderBy("task_id", "digest").toLocalIterator():
-            tree.add(row.task_id, row.digest)
-        return tree
+    def _tasks(self) -> Iterator[tuple[str, str]]:
+        """Yield the archived tasks of the window with their digests. Spark sorts them by the bytes of their IDs."""
+        tasks = self._archived.where(self._of_window()).select("task_id", "digest")
+        return (tuple(row) for row in tasks.distinct().orderBy("task_id", "digest").toLocalIterator())
 
     def _inputs(self) -> dict[str, str]:
         """Return the digests of the files by their names in a certificate."""
@@ -201,13 +194,16 @@ class Certifier:
         for window in self._windows:
             named = {window.commit: self._archive.log.digest(window), **window.files}
             files |= {ARCHIVE + name: digest for name, digest in named.items()}
-        received = self._digests(self._settings.received)
-        folders = [path.split("/")[:-1] for path, _ in received]
-        shared = sum(1 for _ in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False)))
-        return files | {RECEIVED + "/".join(path.split("/")[shared:]): digest for path, digest in received}
+        # Received files are named as in the folder before the first pattern, so a copy of that folder can be checked.
+        received = self._settings.received
+        pattern = PATTERN.search(received)
+        folder = "".join(received[: pattern.start()].rpartition("/")[:2]) if pattern else received
+        base = Folder(self._spark, folder or ".").qualified()
+        for path, digest in self._digests(received):
+            files[RECEIVED + (path.removeprefix(base).lstrip("/") or Folder(self._spark, path).name)] = digest
+        return files
 
     def _digests(self, path: str) -> list[tuple[str, str]]:
         files = self._spark.read.option("recursiveFileLookup", True).format("binaryFile").load(path)
-        return [
-            (row.path, row.digest) for row in files.select("path", f.sha2("content", 256).alias("digest")).collect()
-        ]
+        found = files.select("path", f.sha2("content", 256).alias("digest"))
+        return [(row.path, row.digest) for row in found.collect()]

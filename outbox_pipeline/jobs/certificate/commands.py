@@ -1,28 +1,40 @@
 """`outbox-pipeline certificate`: verify certificates and prove that one of them contains a task, without Spark."""
 
 import argparse
+import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet as pq
 
 from outbox.base.times import shown
 from outbox.base.values import counted
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import OutboxError
+from outbox.message import parsed
 from outbox.program.terminal import as_json, say
+from outbox_pipeline.jobs.audit.attributes import sha256_of
 from outbox_pipeline.jobs.certificate import keys, merkle
 from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, RECEIVED, Certificate, check_chain, verified
-from outbox_pipeline.jobs.certificate.evidence import Evidence
+
+#: Files that are no inputs: their names begin with a dot or _, or they are in the log of the archive.
+_NO_INPUTS = re.compile(r"(^|/)[._][^/]*$|^_delta_log/")
+_COLUMNS = ["Id", "CreatedAt", "SentAt", "Data"]
 
 
 def verify(options: argparse.Namespace) -> int:
     """Verify certificates, their chain and the inputs. Raises OutboxError at the first fault."""
     chain = _chain(options.files, options.public_key)
     if options.archive:
-        archive = Evidence(options.archive)
+        _check_files(chain, ARCHIVE, Path(options.archive))
         for each in chain:
-            _check_archive(each, archive)
+            _tasks(each, Path(options.archive))
     if options.received:
-        _check_received(chain, Evidence(options.received))
+        _check_files(chain, RECEIVED, Path(options.received))
     if options.proof:
         _check_proof(chain, options.proof)
     for each in chain:
@@ -35,15 +47,16 @@ def verify(options: argparse.Namespace) -> int:
 
 def prove(options: argparse.Namespace) -> int:
     """Print the proof that a certificate contains a task. Raises OutboxError if it does not."""
-    [certificate] = _chain([options.certificate], options.public_key)
-    tasks = _check_archive(certificate, Evidence(options.archive))
+    archive, [certificate] = Path(options.archive), _chain([options.certificate], options.public_key)
+    _check_files([certificate], ARCHIVE, archive)
+    tasks = _tasks(certificate, archive)
     places = [place for place, (id, _) in enumerate(tasks) if id == options.id]
     if not places:
         raise OutboxError(f"Task {options.id!r} is not in {certificate.where}: it was not sent, or of another window")
     place = places[-1]
     path = merkle.path([merkle.leaf(merkle.line(*task)) for task in tasks], place)
-    proof = {"task_id": options.id, "digest": tasks[place][1], "place": place, "path": path}
-    say(as_json({"certificate": certificate.digest, **proof}))
+    proof = {"certificate": certificate.digest, "task_id": options.id, "digest": tasks[place][1]}
+    say(as_json({**proof, "place": place, "path": path}))
     return 0
 
 
@@ -56,58 +69,71 @@ def _chain(files: Sequence[str], public_keys: Sequence[str]) -> list[Certificate
     return found
 
 
-def _check_archive(certificate: Certificate, archive: Evidence) -> list[tuple[str, str]]:
-    """Return the tasks of a certificate, after checking that the files of the archive are those that it names."""
-    wanted = certificate.inputs(ARCHIVE)
-    for name, digest in wanted.items():
-        if name not in archive.files:
-            raise OutboxError(f"{archive.path} lacks {name}, which {certificate.where} names")
-        if archive.digest(name) != digest:
-            raise OutboxError(f"{archive.path}/{name} was changed since {certificate.where}")
-    # The log names one folder of files for each window, and a killed run may have left others.
-    folders = {_folder(name) for name in wanted}
-    for name in archive.files.keys() - wanted.keys():
-        if name.endswith(".parquet") and _folder(name) in folders:
-            raise OutboxError(f"{archive.path}/{name} was added since {certificate.where}")
-    tasks, tree = archive.tasks(certificate), merkle.Tree()
-    for task in tasks:
-        tree.add(*task)
-    if tree.summary() != certificate.content["tasks"]:
-        raise OutboxError(f"The tasks in {archive.path} are not those of {certificate.where}")
+def _check_files(chain: Sequence[Certificate], kind: str, folder: Path) -> None:
+    """Check that the files in a folder are those that certificates name, and that their folders have no others."""
+    named: dict[str, str] = {}
+    for certificate in chain:
+        for name, digest in certificate.inputs(kind).items():
+            if not (folder / name).is_file():
+                raise OutboxError(f"{folder} lacks {name}, which {certificate.where} names")
+            if named.get(name) != digest and hashlib.sha256(keys.contents(folder / name)).hexdigest() != digest:
+                raise OutboxError(f"{folder}/{name} was changed since {certificate.where}")
+            named[name] = digest
+    for parent in {_run(name) for name in named}:
+        for file in (folder / parent).rglob("*"):
+            name = str(file.relative_to(folder))
+            if name not in named and file.is_file() and not _NO_INPUTS.search(name):
+                raise OutboxError(f"{folder}/{name} was added since {chain[-1].where}")
+
+
+def _run(name: str) -> str:
+    """Return the folder in which no file may be added: the run of an archived file, or that of a received file."""
+    return "/".join(name.split("/")[:-1][:2])
+
+
+def _tasks(certificate: Certificate, archive: Path) -> list[tuple[str, str]]:
+    """Return the sent tasks of a window: ID and digest of the message. Raises OutboxError if it has others."""
+    files = [archive / name for name in certificate.inputs(ARCHIVE) if name.endswith(".parquet")]
+    try:
+        found = {task for file in files for task in _tasks_of(file, certificate)}
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise OutboxError(f"{archive} has no files of an archive: {type(error).__name__}: {error}") from None
+    tasks = sorted(found, key=lambda task: (task[0].encode(), task[1]))
+    if merkle.summary(tasks) != certificate.content["tasks"]:
+        raise OutboxError(f"The tasks in {archive} are not those of {certificate.where}")
     return tasks
 
 
-def _folder(name: str) -> str:
-    """Return the window and the run of a file of the archive."""
-    return "/".join(name.split("/")[:2])
-
-
-def _check_received(chain: Sequence[Certificate], received: Evidence) -> None:
-    """Check that the received files are those that the certificates name. A copy may have other folders."""
-    wanted = {digest: (name, each.where) for each in chain for name, digest in each.inputs(RECEIVED).items()}
-    found = {received.digest(name): name for name in received.files}
-    for digest, (name, where) in wanted.items():
-        if digest not in found:
-            raise OutboxError(f"{received.path} lacks the file {name} of {where}, or it was changed")
-    for digest, name in found.items():
-        if digest not in wanted:
-            raise OutboxError(f"{received.path}: the file {name} is in no certificate")
+def _tasks_of(file: Path, certificate: Certificate) -> Iterator[tuple[str, str]]:
+    for batch in pq.ParquetFile(file).iter_batches(columns=_COLUMNS):
+        columns: Any = batch.to_pydict()
+        for id, at, sent_at, data in zip(*(columns[name] for name in _COLUMNS), strict=True):
+            if sent_at and certificate.since <= at < certificate.until:
+                message = parsed(data)
+                empty = hashlib.sha256().hexdigest()
+                yield id, empty if message is None else sha256_of(message.data, message.attributes)
 
 
 def _check_proof(chain: Sequence[Certificate], path: str) -> None:
     """Check a proof of `prove` against the certificate alone."""
     try:
-        proof = json.loads(keys.contents(path))
+        proof = json.loads(keys.contents(path), object_pairs_hook=_unique)
         entry = merkle.line(proof["task_id"], proof["digest"])
         certificate = next((each for each in chain if each.digest == proof["certificate"]), None)
         if certificate is None:
             raise OutboxError(f"{path} is a proof for the certificate {proof['certificate']}, which was not given")
         tasks = certificate.content["tasks"]
-        root = merkle.root_from(entry, proof["place"], tasks["count"], proof["path"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise SettingError(f"{path} is not a proof: {type(error).__name__}: {error}") from None
+        root = merkle.root_from(entry, range(tasks["count"])[proof["place"]], tasks["count"], proof["path"])
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise OutboxError(f"{path} is not a proof: {type(error).__name__}: {error}") from None
     if root != tasks["root"]:
         raise OutboxError(f"{path} does not prove that {certificate.where} contains task {proof['task_id']!r}")
     wrong = {each["task_id"]: each["outcome"] for each in certificate.content["not_delivered"]}
     outcome = wrong.get(proof["task_id"], "delivered" if len(wrong) < MOST_LISTED else "with an unknown outcome")
     say(f"{certificate.where} contains task {proof['task_id']!r}, {outcome}, with the message {proof['digest']}")
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(names := dict(pairs)) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return names

@@ -32,38 +32,27 @@ OUTCOMES = {
 MOST_LISTED = 1_000
 #: The folders of the names of inputs.
 ARCHIVE, RECEIVED = "archive/", "received/"
+#: The fields that do not follow from `topics`.
+_FIELDS = ("audit", "database", "not_delivered", "previous", "tasks", "window")
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate whose signature was verified. `where` is its file."""
+    """A certificate in the file `where`. `digest` names it, and does not depend on the signature."""
 
     where: str
-    payload: bytes
+    digest: str
+    since: datetime
+    until: datetime
     content: Mapping[str, Any]
     files: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        """Return the digest that names it, which does not depend on the signature."""
-        return hashlib.sha256(self.payload).hexdigest()
-
-    @property
-    def since(self) -> datetime:
-        """Return the start of the window."""
-        return datetime.fromisoformat(self.content["window"]["since"])
-
-    @property
-    def until(self) -> datetime:
-        """Return the end of the window."""
-        return datetime.fromisoformat(self.content["window"]["until"])
 
     def inputs(self, folder: str) -> dict[str, str]:
         """Return the digests of the inputs in a folder by their names in it."""
         return {name.removeprefix(folder): each for name, each in self.files.items() if name.startswith(folder)}
 
 
-def verdict(counts: Mapping[str, int]) -> str:
+def _verdict(counts: Mapping[str, int]) -> str:
     """Return the first line of a certificate with these counts."""
     tasks = counts["registered"]
     if wrong := [f"{counts[name]:,} {text}" for name, text in OUTCOMES.items() if text and counts[name]]:
@@ -73,9 +62,16 @@ def verdict(counts: Mapping[str, int]) -> str:
 
 
 def payload(content: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
-    """Return the bytes that are signed."""
+    """Return the bytes that are signed. The sums and the summary follow from `topics`."""
+    topics, counts = {}, {name: content["counts"][name] for name in ("unknown", "foreign")}
+    for topic, found in content["topics"].items():
+        topics[topic] = {name: found[name] for name in (*OUTCOMES, "republished")}
+        topics[topic]["registered"] = sum(found[name] for name in OUTCOMES)
+    for name in ("registered", *OUTCOMES, "republished"):
+        counts[name] = sum(each[name] for each in topics.values())
+    predicate = {name: content[name] for name in _FIELDS}
+    predicate |= {"topics": topics, "counts": counts, "summary": _verdict(counts)}
     subject = [{"name": name, "digest": {"sha256": files[name]}} for name in sorted(files)]
-    predicate = {**content, "summary": verdict(content["counts"])}
     statement: Any = {"_type": _STATEMENT, "subject": subject, "predicateType": _PREDICATE, "predicate": predicate}
     return rfc8785.dumps(statement)
 
@@ -100,12 +96,8 @@ def _text(data: bytes, keyid: str, signature: bytes) -> str:
     return "{" + ",\n ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "}\n"
 
 
-def payload_of(text: bytes, where: str) -> bytes:
-    """Return the payload of a certificate without verifying it. Raises OutboxError."""
-    return _envelope(text, where)[0]
-
-
-def _envelope(text: bytes, where: str) -> tuple[bytes, str, bytes]:
+def envelope(text: bytes, where: str) -> tuple[bytes, str, bytes]:
+    """Return the payload of a certificate, the ID of its key, and the signature, unverified. Raises OutboxError."""
     try:
         outer = json.loads(text)
         kind, [one] = outer["payloadType"], outer["signatures"]
@@ -119,7 +111,7 @@ def _envelope(text: bytes, where: str) -> tuple[bytes, str, bytes]:
 
 def verified(text: bytes, where: str, keys: Sequence[PublicKey]) -> Certificate:
     """Return the certificate in a text. Raises OutboxError if a byte of it differs from what was signed."""
-    data, keyid, signature = _envelope(text, where)
+    data, keyid, signature = envelope(text, where)
     key = next((each for each in keys if each.id == keyid), None)
     if key is None:
         given = ", ".join(each.id for each in keys)
@@ -138,30 +130,36 @@ def read(data: bytes, where: str) -> Certificate:
         statement = json.loads(data)
         content = statement["predicate"]
         files = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
-        found = Certificate(where, data, content, files)
-        _check_counts(content, where)
-        _ = found.since, found.until, content["database"], content["previous"], content["tasks"]["root"]
-        if payload(content, files) != data:
-            raise OutboxError(f"{where} is not in the form of RFC 8785, or is no certificate of version 1")
+        since, until = (datetime.fromisoformat(content["window"][bound]) for bound in ("since", "until"))
+        again = payload({**content, "window": {"since": shown(since), "until": shown(until)}}, files)
+        fault = _fault(content, json.loads(again)["predicate"])
+        if fault or again != data:
+            raise OutboxError(f"{where}: {fault or 'the content is not in the form of RFC 8785, or not of version 1'}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise OutboxError(f"{where} has no valid content: {type(error).__name__}: {error}") from None
-    return found
+    return Certificate(where, hashlib.sha256(data).hexdigest(), since, until, content, files)
 
 
-def _check_counts(content: Mapping[str, Any], where: str) -> None:
-    totals, topics = content["counts"], content["topics"]
-    for name, counts in {"all topics": totals, **topics}.items():
-        if counts["registered"] != sum(counts[each] for each in OUTCOMES):
-            raise OutboxError(f"{where}: the outcomes of {name} do not add up to {counts['registered']:,} tasks")
-    for each in ("registered", *OUTCOMES):
-        if totals[each] != sum(counts[each] for counts in topics.values()):
-            raise OutboxError(f"{where}: the count {each} of the topics does not add up to {totals[each]:,}")
+def _fault(content: Mapping[str, Any], again: Mapping[str, Any]) -> str | None:
+    """Return how a content differs from what follows from it, or None."""
+    for name, value in content.items():
+        if value != again.get(name):
+            return f"{name} is unknown, or does not follow from the other fields"
+    for counts in (again["counts"], *again["topics"].values()):
+        for name, number in counts.items():
+            if type(number) is not int or number < 0:
+                return f"{name} is {number!r}, which is no number of tasks"
+    if again["window"]["since"] >= again["window"]["until"]:
+        return "the window does not end after its start"
+    wrong = sum(again["counts"][name] for name, text in OUTCOMES.items() if text)
+    listed = [each["task_id"] for each in again["not_delivered"] if each["outcome"] in OUTCOMES]
+    if len(listed) != min(wrong, MOST_LISTED):
+        return f"not_delivered lists {len(listed):,} tasks, but {wrong:,} were not delivered"
+    return None
 
 
 def check_chain(before: Certificate, after: Certificate) -> None:
     """Check that a certificate follows another one. Raises OutboxError."""
-    if before.digest == after.digest:
-        raise OutboxError(f"{before.where} and {after.where} are the same certificate. Pass it once")
     check_next(before, after.where, after.content["database"], after.since)
     if after.content["previous"] != before.digest:
         raise OutboxError(

@@ -87,6 +87,7 @@ def kms_signer(name: str, client: Any = None) -> Signer:
             raise NotReached(f"Cloud KMS refused {method} of {name}: {error}") from error
 
     def sign(data: bytes) -> bytes:
+        # The signature only matches if neither the request nor the answer was damaged, so it needs no CRC32C.
         signature: bytes = asked("asymmetric_sign", digest={"sha256": hashlib.sha256(data).digest()}).signature
         if not public.verifies(signature, data):
             raise NotReached(f"Cloud KMS returned a signature that is not of {name}. Run the audit again")
@@ -103,7 +104,7 @@ def kms_signer(name: str, client: Any = None) -> Signer:
     return Signer(public, sign)
 
 
-def contents(path: str) -> bytes:
+def contents(path: str | Path) -> bytes:
     """Return the contents of a local file. Raises SettingError."""
     try:
         return Path(path).read_bytes()

@@ -3,8 +3,9 @@
 A leaf and a node are hashed with different first bytes, so a node can never be presented as a leaf.
 """
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import rfc8785
 
@@ -26,32 +27,19 @@ def node(left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\1" + left + right).digest()
 
 
-class Tree:
-    """The number of tasks, the digest of their list and the root of their tree, without holding the tasks."""
-
-    def __init__(self) -> None:
-        self.tasks = 0
-        self._list = hashlib.sha256()
-        #: The roots of full subtrees, the largest first.
-        self._roots: list[bytes] = []
-
-    def add(self, id: str, digest: str) -> None:
-        """Add the next task."""
-        entry = line(id, digest)
-        self._list.update(entry + b"\n")
-        root, size = leaf(entry), self.tasks
-        while size % 2:
-            root, size = node(self._roots.pop(), root), size // 2
-        self._roots.append(root)
-        self.tasks += 1
-
-    def summary(self) -> dict[str, object]:
-        """Return what a certificate says about the list."""
-        roots = self._roots or [hashlib.sha256().digest()]
-        root = roots[-1]
-        for left in reversed(roots[:-1]):
-            root = node(left, root)
-        return {"count": self.tasks, "sha256": self._list.hexdigest(), "root": root.hex()}
+def summary(tasks: Iterable[tuple[str, str]]) -> dict[str, object]:
+    """Return what a certificate says about the list: its length, its digest, and the root. Holds no tasks."""
+    count, listed = 0, hashlib.sha256()
+    roots: list[bytes] = []  # of full subtrees, the largest first
+    for count, task in enumerate(tasks, 1):
+        listed.update(line(*task) + b"\n")
+        roots.append(leaf(line(*task)))
+        size = count
+        while size % 2 == 0:
+            right, size = roots.pop(), size // 2
+            roots.append(node(roots.pop(), right))
+    root = functools.reduce(lambda right, left: node(left, right), reversed(roots)) if roots else listed.digest()
+    return {"count": count, "sha256": listed.hexdigest(), "root": root.hex()}
 
 
 def path(leaves: Sequence[bytes], place: int) -> list[str]:
