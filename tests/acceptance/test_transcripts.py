@@ -1,10 +1,11 @@
 """What the operators' commands print, and their exit codes, as files: `GOLDEN=write` writes the outputs again.
 
 A file of transcripts/ has the commands, which run one after the other on the rows that `rows` returns for it.
-`$ insert` is no command: it inserts a pending task.
+`$ insert` and `$ worker` are no commands: they insert a pending task, or the heartbeat of a worker.
 """
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 from google.api_core.exceptions import AlreadyExists
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import workers
 from tests.acceptance.test_runbook import normal
 from tests.support.commands import HOUR, Commands, row
 from tests.support.fakes import serialized
@@ -62,6 +65,7 @@ def rows(now: datetime) -> dict[str, list[Row]]:
             row("a", "sent", **SENT), row("b", "sent", **SENT), row("broken", "sent", Data=b"\xff"),
             row("other", "sent", topic="mails", **SENT), row("pending"),
         ],
+        "workers": [row("a")],
         "topics": [
             *(row(name, topic=name) for name in ("orders", "invoices", "limited")),
             row("dead", "dead"),
@@ -76,6 +80,7 @@ def test_the_commands_of_a_transcript_print_its_output(
 ) -> None:
     """Lines of stderr begin with `2>`. OPERATION and CURSOR are the last ones that were printed, and NOW is a time."""
     monkeypatch.setenv("LOGNAME", "jane")
+    monkeypatch.setattr(workers, "TAKE_OVER", timedelta())  # earlier tests may just have had workers in this database
     now, printed, output = datetime.now(UTC), list[str](), ""
     insert(database, rows(now)[file.stem])
     with contextlib.suppress(AlreadyExists):
@@ -84,6 +89,12 @@ def test_the_commands_of_a_transcript_print_its_output(
         printed.append(line)
         if line.startswith("$ insert "):
             insert(database, [row(line.split()[-1])])
+        elif line.startswith("$ worker "):
+            id, info = line.removeprefix("$ worker ").split(maxsplit=1)
+            columns = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Info")
+            values = (id, now, COMMIT_TIMESTAMP, 600, JsonObject(json.loads(info)))
+            with database.batch() as batch:
+                batch.insert_or_update("AsynchronousTaskWorkers", columns, [values])
         elif line.startswith("$ outbox "):
             command = line.removeprefix("$ outbox ").replace("NOW", now.isoformat())
             for name in PRINTED.keys() & command.split():

@@ -9,7 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox import console
-from outbox.admin import backlog, changes, operations, workers
+from outbox.admin import backlog, changes, operations
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
@@ -30,12 +30,6 @@ CIRCUIT = {"topic": "orders", "reason": "not_found", "error": "404 no", "open_se
 @pytest.fixture
 def outbox(emulators: Emulators, database: Database) -> Commands:
     return Commands(emulators, database)
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore the workers that an earlier test has just had in this database."""
-    monkeypatch.setattr(workers, "TAKE_OVER", timedelta())
 
 
 def live(database: Database, **infos: dict[str, Any] | None) -> None:
@@ -60,72 +54,9 @@ def test_a_heartbeat_carries_the_info(database: Database, outbox: Commands) -> N
     assert 0 <= worker["age"] < 10
     assert [circuit["reason"] for circuit in worker["circuits"]] == ["not_found"]
     assert (found["differing"], found["shards_without_worker"]) == ({}, [])
-
-
-def test_workers_that_agree_pass_the_check(database: Database, outbox: Commands) -> None:
-    live(database, a=INFO | {"shards": [[0, 4]]}, b=INFO | {"shards": [[5, 9]], "settings": {"batch_size": 200}})
-    live(database, a=INFO | {"shards": [[0, 4]], "settings": {"batch_size": 200}})
-    done = outbox.here("workers", "--check")
-    assert (done.code, done.stderr) == (0, "")
-    first, head, *lines = done.stdout.splitlines()
-    assert first.endswith(", 2 live workers")
-    assert " ".join(head.split()) == "WORKER HOST VERSION HEARTBEAT SHARDS IN FLIGHT UTILIZATION SETTINGS"
-    assert [line.split()[0:3] + line.split()[5:] for line in lines] == [
-        ["a", "node-1", "0.1.0", "0-4", "2", "25%", "batch_size=200"],
-        ["b", "node-1", "0.1.0", "5-9", "2", "25%", "batch_size=200"],
-    ]
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("infos", "marks", "sentence"),
-    [
-        ({}, [], "no live worker polls shards 0-9"),
-        ({"a": INFO | {"shards": [[0, 2], [4, 8]]}}, [], "no live worker polls shards 3 9"),
-        ({"a": INFO, "b": INFO | {"settings": {"batch_size": 7}}}, ["batch_size=7*", "batch_size=default*"],
-         "--batch-size differs between live workers: 7, default"),
-        ({"a": INFO, "b": None}, ["older"], "b: an older version, so its shards and settings are unknown"),
-        ({"a": INFO, "b": INFO | {"version": "9.0"}}, [" 0.1.0* ", " 9.0* "], ""),  # as during an update
-    ],
-)  # fmt: skip
-def test_the_check_fails_with_a_sentence(
-    database: Database, outbox: Commands, infos: dict[str, Any], marks: list[str], sentence: str
-) -> None:
-    """Without --check, the sentence is printed and the code is 0."""
-    live(database, **infos)
-    for words, code in ((("workers",), 0), (("workers", "--check"), int(bool(sentence)))):
-        done = outbox.here(*words)
-        assert (done.code, done.stderr) == (code, sentence and f"outbox: {sentence}\n")
-        assert [mark for mark in marks if mark not in done.stdout] == []
-
-
-def test_open_circuits_are_in_status_topics_and_workers(database: Database, outbox: Commands) -> None:
-    """With the reason and the next probe, read from the rows that these commands read anyway."""
-    insert(database, [row(f"a-{number}") for number in range(3)])
-    live(database, a=INFO | {"circuits": [CIRCUIT]}, b=INFO | {"circuits": [CIRCUIT | {"open_seconds": 60}]})
-    for command in ("status", "topics", "workers"):
-        *_, empty, head, line = outbox.here(command).stdout.partition("\n\nPROBLEM")[0].splitlines()
-        assert (empty, head.split()) == ("", ["CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT", "PROBE", "ERROR"])
-        assert line.split()[:3] == ["open", "orders", "2"]
-        assert line.endswith("not_found: 404 no")
-        assert "1m" in line
-        assert " in 4m 5" in line or " in 5m" in line
     for command in ("status", "topics"):
         [found] = outbox.objects(command, "--json")
-        [circuit] = found["circuits"]
-        assert (circuit["topic"], circuit["workers"], circuit["reason"]) == ("orders", 2, "not_found")
-        assert circuit["since"] < found["as_of"] < circuit["next_probe"]
-
-
-def test_circuits_that_did_not_fit_are_counted(database: Database, outbox: Commands) -> None:
-    live(database, a=INFO | {"circuits": [CIRCUIT], "circuits_left_out": 1_200}, b=INFO | {"circuits_left_out": 1})
-    assert "\n... and 1,201 more, which did not fit into the heartbeats\n" in outbox.here("status").stdout
-
-
-def test_a_circuit_whose_next_probe_is_due_is_half_open(database: Database, outbox: Commands) -> None:
-    live(database, a=INFO | {"circuits": [CIRCUIT | {"seconds_to_probe": 0}]})
-    [line] = [line for line in outbox.here("status").stdout.splitlines() if line.startswith("half-open  orders")]
-    assert "  now  " in line
+        assert [circuit["topic"] for circuit in found["circuits"]] == ["orders"]
 
 
 def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
