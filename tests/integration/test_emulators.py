@@ -247,12 +247,3 @@ def test_a_shared_emulator_outlives_the_process_that_started_it_and_ends_with_it
     with shared.sharing(emulators.SPANNER, tmp_path) as host:  # another one, of this process
         assert child_process.answers(host)
     eventually(lambda: not child_process.answers(host), message="the end of the emulator")
-
-
-def test_what_is_missing_for_a_shared_emulator_is_said_to_each_user(tmp_path: Path) -> None:
-    for _ in range(2):
-        with (
-            pytest.raises(NotReached, match="the Spanner emulator not found"),
-            shared.sharing(emulators.SPANNER, tmp_path),
-        ):
-            pass

@@ -2,7 +2,6 @@
 
 import base64
 import threading
-import time
 import uuid
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
@@ -287,24 +286,3 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
         assert not seen
     assert seen == [set(ids)]
     assert set(unsent(database)) == {refused, untried}
-
-
-@pytest.mark.parametrize("off", [-60, 60, 86_400])
-def test_the_clock_of_a_worker_has_no_effect_on_tasks(database: Database, topic: str, off: int) -> None:
-    """A worker whose clock is wrong sends no scheduled task early; SentAt and backoffs are the database's."""
-    later = datetime.now(UTC) + timedelta(hours=1)
-    [early] = register(database, topic, 1, available_at=later)
-    [ready] = register(database, topic, 1)
-    [failing] = register(database, "missing", 1)
-    relay = make_relay(database, clock=lambda: 10 * time.time() + off, retries={"initial": 1000})
-    before = datetime.now(UTC)
-    recorded = eventually(lambda: relay.turn().recorded, seconds=20)
-    eventually(lambda: relay.turn() and ready not in unsent(database), seconds=20)
-    after = datetime.now(UTC)
-    columns = "Id, Attempts, AvailableAt, SentAt IS NULL, CreatedAt < SentAt AND SentAt <= CURRENT_TIMESTAMP()"
-    rows = {id: values for id, *values in query(database, f"SELECT {columns} FROM AsynchronousTasks")}
-    assert rows[early] == [0, later, True, None]
-    assert rows[ready] == [0, None, False, True]
-    attempts, available_at, *_ = rows[failing]
-    assert attempts == recorded == 1
-    assert before + timedelta(seconds=500) <= available_at <= after + timedelta(seconds=1000)

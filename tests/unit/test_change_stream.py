@@ -160,6 +160,17 @@ def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(databas
     assert database.read.count("ab") == 1
 
 
+def test_a_stream_with_too_many_partitions_counts_as_a_failure(
+    database: Scripted, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(change_stream, "MAX_PARTITIONS", 1)
+    with reading(database) as stream:
+        eventually(lambda: database.attempts >= 2, seconds=60)
+        assert lines == ["change_stream_failed"]
+        monkeypatch.setattr(change_stream, "MAX_PARTITIONS", 2)
+        eventually(lambda: stream.works and len(lines) == 2, seconds=60)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_thread_of_a_partition_that_ends_without_an_error_is_replaced(database: Scripted, lines: list[str]) -> None:
     """As if it had been killed: the partition is silent, which counts as a failure."""

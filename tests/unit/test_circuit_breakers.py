@@ -18,6 +18,7 @@ from publishworker.types import (
     Failed,
     NotSent,
     Published,
+    Skipped,
 )
 from tests.support.parts import claim_of
 
@@ -89,6 +90,28 @@ def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch)
     closed = watch.observe(Delivered(watch.next("d"), answers={"d": Published("1")}))
     assert closed == CircuitChange("orders", None, 3.5)
     assert watch.observe(Delivered(watch.next("e"), answers={"e": Published("2")})) is None
+
+
+def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
+    for n in range(8):
+        watch.fail(MISSING, str(n))
+    assert (watch.seconds_to_probe() or 0) <= 1
+    watch.seconds += 1
+    batches = [watch.next(str(n)) for n in range(10)]
+    for n, batch in enumerate(batches):
+        watch.ended(batch, **{str(n): MISSING})
+    assert 1.7 <= (watch.seconds_to_probe() or 0) <= 2
+
+
+def test_a_circuit_has_one_probe_in_flight(watch: Watch) -> None:
+    """The worker need not poll then. If a probe says nothing, because its task was poison or sent, another follows."""
+    watch.fail(AWAY, "a")
+    for outcome in (Skipped("sent"), Failed("undecodable", "no message")):
+        watch.seconds += 1
+        batch = watch.next("probe")
+        assert (watch.suspended(), watch.seconds_to_probe()) == ({"orders"}, None)
+        watch.ended(batch, probe=outcome)
+        assert watch.suspended() == frozenset()
 
 
 def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watch) -> None:

@@ -114,6 +114,25 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     app._background[0].stop.assert_called_once_with()
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "code", "action"), [(1, 9, "shutdown_timeout"), (0, exits.DONE, "stopped")], ids=["batch", "read"]
+)
+def test_only_batches_in_flight_exceed_the_shutdown_timeout(
+    in_flight: int, code: int, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read that Spanner does not answer takes up to 30 s. The worker then has claimed nothing."""
+    app, counted = app_and_counts()
+    answered = threading.Event()
+    app._worker.run.side_effect = lambda *_: answered.wait(60)
+    app._settings.shutdown_timeout = 0.0
+    app.relay.load.batches = in_flight
+    caplog.set_level("INFO", "publishworker")
+    assert stopped(app) == code
+    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
+    assert counted.counts[m.FORCED_STOP.name] == in_flight
+    answered.set()
+
+
 def app_and_counts() -> tuple[Any, Counted]:
     app, counted = mock.MagicMock(App), Counted()
     app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=5)

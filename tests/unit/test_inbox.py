@@ -250,6 +250,17 @@ def test_a_function_that_cannot_have_an_effect_is_refused(handle: Any, kind: str
         receiver(Database(), handle)
 
 
+@pytest.mark.parametrize("run", UNFINISHED)
+@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")
+def test_a_database_whose_transactions_must_be_awaited_is_refused(run: Any, set_metrics: Any) -> None:
+    """That of an AsyncClient, for example. The message is not acknowledged."""
+    counter, of = mock.Mock(), message()
+    set_metrics(counter)
+    receiver(mock.Mock(run_in_transaction=run))(of)
+    assert of.seen == ["nack"]
+    counter.increment.assert_called_once_with("outbox.inbox_message_count", 1, ["consumer:billing", "outcome:failed"])
+
+
 def test_each_message_is_acknowledged_and_counted_once(set_metrics: Any) -> None:
     """However often its transaction was aborted."""
     counter = mock.Mock()

@@ -2,8 +2,9 @@
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -246,6 +247,26 @@ def test_a_message_without_a_task_id_joins_no_batch(outcomes: list[str]) -> None
 def test_wrong_settings_are_refused(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         inbox.BatchHandler(**{"database": mock.Mock(), "consumer": "billing", **options})
+
+
+def test_each_item_is_in_one_list_and_lists_do_not_overlap() -> None:
+    """Items of a thread keep their order, and no thread waits while another one processes."""
+    lists, at_once = list[list[tuple[int, int]]](), threading.Semaphore(1)
+
+    def process(items: list[tuple[int, int]]) -> None:
+        assert at_once.acquire(blocking=False)
+        lists.append(items)
+        time.sleep(0.001)
+        at_once.release()
+
+    collector = Collector(process, 7, 0.001)
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(lambda n=n: [collector.add((n, k)) for k in range(50)]) for n in range(8)]:
+            done.result(SECONDS)
+    items = [item for each in lists for item in each]
+    assert sorted(items) == [(n, k) for n in range(8) for k in range(50)]
+    assert all([k for n, k in items if n == thread] == list(range(50)) for thread in range(8))
+    assert max(map(len, lists)) == 7
 
 
 def test_an_error_reaches_the_thread_that_processes_and_loses_no_item() -> None:

@@ -157,6 +157,9 @@ def test_batches_in_flight_have_a_limited_size(slow: SlowPublisher, monkeypatch:
         for _ in range(5):
             bench.relay.turn()
         assert len(bench.relay._in_flight) == batches
+        polls = len(bench.store.polls)
+        bench.relay.turn()
+        assert len(bench.store.polls) == polls  # there is no room for what it would read
 
 
 def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  # OUT-DELAY-2

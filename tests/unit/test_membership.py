@@ -1,9 +1,11 @@
 """How live workers divide the shards, write their heartbeats, and claim only tasks of their shards."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +117,21 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     assert watch.store.heartbeats == beats + 1
     watch.delete_heartbeat()
     assert not watch.store.seen_at
+
+
+def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
+    """While Spanner is unavailable one line covers everything. A table that refuses the heartbeat gets its own line."""
+    watch = Watch()
+    watch.store.away = True
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        watch.heartbeat()
+        assert caplog.records == []
+        watch.store.away = False
+        watch.see("other")
+        watch.store.away = True
+        watch.delete_heartbeat()
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"]
+    assert "the fake store is away" in caplog.records[0].getMessage()
 
 
 def test_a_heartbeat_says_which_shards_are_polled_once_they_are_assigned() -> None:

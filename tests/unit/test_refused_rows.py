@@ -67,6 +67,11 @@ def test_a_failure_beside_refused_rows_is_recorded_in_the_first_turn(
     assert (bench.count(m.DEFERRED), len(bench.publisher.requests)) == (0, 1)
     bench.relay._in_flight.collect()
     assert [id for id in ("bad", "both", "behind") if f"The row of task {id} of" not in caplog.text] == []
+    bench.store.refused.clear()
+    bench.publisher.failing.clear()
+    bench.run_for(120, step=10)
+    assert bench.unsent() == ["head", "behind"]
+    assert sorted(bench.publisher.ids()) == ["bad", "both", "failing"]
 
 
 @pytest.mark.parametrize("bad", ["a", "b", "c"])
@@ -96,13 +101,14 @@ def test_a_refused_row_does_not_change_the_order_of_its_key(
     assert bench.unsent() == []
 
 
-def test_while_every_mark_is_refused_few_at_most_once_tasks_are_tried() -> None:
-    """Each is then sent once."""
+@pytest.mark.parametrize("once", [False, True])
+def test_while_every_mark_is_refused_few_rows_are_tried_alone(*, once: bool) -> None:
+    """Each task is sent once."""
     bench = Bench(size=100)
-    bench.insert(*[str(number) for number in range(100)], at_most_once=True)
+    bench.insert(*[str(number) for number in range(100)], at_most_once=once)
     bench.store.refused.update(bench.store.rows)
     bench.run_for(30)
-    assert bench.publisher.ids() == []
+    assert len(bench.publisher.ids()) == (0 if once else 100)
     assert sum(bench.store.claimed.values()) < 600
     bench.store.refused.clear()
     bench.run_for(120)

@@ -9,7 +9,7 @@ import pytest
 from google.api_core.exceptions import FailedPrecondition
 
 from outbox.admin.operations import Operation
-from outbox.admin.reshard import POLLED, Change, Resharding, Snapshot, Step, _polled_by, next_step
+from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table import schema
@@ -88,6 +88,24 @@ def test_all_workers_poll_a_common_layout_at_every_moment(seed: int) -> None:
         assert database.covered(), (database, target)
     assert list(database.found) == [target]
     assert set(database.recorded.values()) <= {POLLED}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "polls", "expected"),
+    [
+        (POLLED, "Shard", ("wait", NEW, "Waiting until w also polls Shard32")),  # as of a worker without `Polls`
+        (POLLED, "Shard,Shard32", ("set", FIRST, "Let workers stop polling Shard")),
+        (RETIRED, "Shard,Shard32", ("wait", FIRST, "Waiting until w no longer polls Shard")),
+        (RETIRED, "Shard32", ("drop", FIRST, "Drop the indexes of Shard and the column")),
+    ],
+)
+def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it(
+    recorded: str, polls: str, expected: tuple[object, ...]
+) -> None:
+    workers = {"w": frozenset(polls.split(","))}
+    step = next_step(Snapshot({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
+    assert step is not None
+    assert (step.kind, step.layout, step.text) == expected
 
 
 def test_statements_and_shard_ids_name_the_layout() -> None:

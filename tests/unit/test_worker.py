@@ -123,6 +123,11 @@ def test_a_first_failure_is_retried_soon_and_repeated_ones_more_and_more_slowly(
     assert waits[6:] == near(0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 0.05)
 
 
+def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
+    """A topic that soon has tokens is polled then; one that has none for long delays no other."""
+    assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
+
+
 @pytest.mark.parametrize(("turn", "due"), [(IDLE, 0.0), (Turn(next=Next.SOON), None)])
 def test_a_task_that_is_due_already_or_left_is_polled_after_the_poll_interval(turn: Turn, due: float | None) -> None:
     """The change stream does not report it. It may wait for something else, so polls at once would be many."""
