@@ -102,7 +102,7 @@ def test_a_transaction_that_has_ended_is_refused(database: Database) -> None:
     assert (len(ended), len(ids(database))) == (3, 2)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.binary(max_size=300), min_size=1, max_size=5),
     st.dictionaries(st.text("abc\0ü", min_size=1, max_size=9), st.text(max_size=99)),

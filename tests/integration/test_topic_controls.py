@@ -142,7 +142,9 @@ CASES: dict[str, tuple[dict[str, Controls], Change, Controls | str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("adapter", [by_function, pytest.param(by_command, marks=pytest.mark.extended), by_page])
+@pytest.mark.parametrize(
+    "adapter", [*(pytest.param(each, marks=pytest.mark.extended) for each in (by_function, by_command)), by_page]
+)
 def test_a_change_writes_the_row_and_its_record_or_nothing(
     emulators: Emulators, database: Database, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch,
     adapter: Callable[[Commands, TestClient, str, Change], str],

@@ -148,6 +148,7 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
 
 def test_batches_in_flight_have_a_limited_size(slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all their bodies. Further tasks stay pending. A single batch may be larger."""
+    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 0.02)
     for limit, batches in ((30 * len(serialized()), 3), (1, 1)):
         for module in (in_flight, selection):
             monkeypatch.setattr(module, "MAX_IN_FLIGHT_BYTES", limit)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from outbox.table.states import NEVER
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.rules import should_record
 from publishworker.types import Failed, LockedRow, NotSent
@@ -52,12 +51,6 @@ def test_backoff_doubles_up_to_its_max_with_jitter(attempts: int, full: float) -
     assert full / 2 <= min(waits) < full * 0.52
     assert full * 0.98 < max(waits) <= full
     assert sum(waits) / 300 == pytest.approx(full * 0.75, rel=0.05)
-
-
-def test_a_content_error_is_dead_at_once() -> None:
-    for attempts, age in ((0, 0 * HOUR), (5, OLD), (500, 0 * HOUR), (0, OLD)):
-        recorded = record(CONTENT, attempts, age)
-        assert (recorded.available_at, recorded.dead, recorded.attempts) == (NEVER, True, attempts + 1)
 
 
 @pytest.mark.parametrize("failure", [OUTAGE, UNKNOWN, Failed("not in the table", "no")])
