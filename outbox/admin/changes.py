@@ -32,7 +32,7 @@ from outbox.registration import TABLE
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, STATES, UNSENT
+from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, MARKS_FINAL_AFTER, STATES, UNSENT
 
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
@@ -259,6 +259,21 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     author = Author(operation.principal, operation.reason)
     check(operation.operation, selection)
     return _Change(table, operation.operation, _previewed(table, selection), author).outcomes(progress)
+
+
+def bounded(name: str, selection: TaskSelection, at: datetime) -> TaskSelection:
+    """Return what the change `name` of a selection takes as of its preview `at`: no newer task. Raises OutboxError.
+
+    A task that a retry sends again gets a later SentAt, so neither the retry nor its continuation takes it twice.
+    """
+    state = selection.state or OF_IDS[name]
+    # An at-most-once task is marked as sent shortly before it is published.
+    newest = at - MARKS_FINAL_AFTER if name == "purge" and state != CANCELLED else at
+    until = min(selection.until or newest, newest)
+    include_expired = selection.include_expired or name != "retry"
+    found = dataclasses.replace(selection, state=state, until=until, include_expired=include_expired, as_of=at)
+    check(name, found)
+    return found
 
 
 def check(name: str, selection: TaskSelection) -> None:

@@ -135,7 +135,8 @@ def selection(
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
     others: dict[str, Any] = {name: vars(options).get(name) for name in ("state", "topic", "error", "ordering_key")}
-    return admin.changes.TaskSelection(ids=ids, since=since, until=until, **others)
+    include_expired = vars(options).get("include_expired", True)
+    return admin.changes.TaskSelection(ids=ids, since=since, until=until, include_expired=include_expired, **others)
 
 
 def check_window(since: datetime | None, until: datetime | None) -> None:
@@ -196,12 +197,10 @@ def _named(file: str, source: str) -> str:
     return source + ("stdin" if file == "-" else repr(file))
 
 
-def full_ids(
-    table: "admin.table.TaskTable", options: argparse.Namespace, wanted: Sequence[str], *, unasked: bool = False
-) -> tuple[str, ...]:
+def full_ids(table: "admin.table.TaskTable", options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:
     """Replace each prefix in `wanted` and `options.ids` with the full ID, and print each replacement on stderr.
 
-    `unasked` refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
+    With --yes it refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
     OutboxError.
     """
     full = {}
@@ -217,7 +216,7 @@ def full_ids(
         if len(matches) > 1:
             number = f"more than {MAX_MATCHES}" if len(matches) > MAX_MATCHES else len(matches)
             raise OutboxError(f"{number} task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
-        if unasked:
+        if vars(options).get("yes"):
             raise SettingError(
                 f"{prefix!r} is only a prefix of task {escaped(matches[0])}. With --yes, pass full IDs. Nothing was "
                 "changed"

@@ -16,7 +16,6 @@ from outbox.cli import (
     change_commands,
     emulators_command,
     operation_commands,
-    resend_command,
     schema_commands,
     status_command,
     task_commands,
@@ -63,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_help, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     for module in (
-        emulators_command, schema_commands, status_command, task_commands, change_commands, resend_command,
+        emulators_command, schema_commands, status_command, task_commands, change_commands,
         topic_commands, worker_commands, operation_commands, console_command,
     ):  # fmt: skip
         module.add(commands)

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from outbox import admin
 from outbox.admin import flags
@@ -19,54 +19,83 @@ from outbox.errors import OutboxError
 from outbox.program.output import named, note
 from outbox.program.signals import handled
 from outbox.program.terminal import Escaped, as_json, say
+from outbox.table.states import CANCELLED, STATES
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
-_NEWCOMER = "because they match only since the preview. Run the command again"
 #: Seconds between two lines about the progress.
 PROGRESS_SECONDS = 10.0
 #: Characters of the progress bar.
 BAR = 30
+#: What has become of the tasks of each change.
+DONE = {
+    "retry": "due now", "resend": "published", "purge": "deleted", "cancel": "cancelled", "restore": "restored",
+}  # fmt: skip
 #: What an error leaves open, for each verb of a Report.
 _LAST_CHUNK = {
     "changed": "The transaction in progress changed all of its tasks or none",
     "published": "The tasks in progress may be published, and will be published again",
 }
+_STATES = (*STATES, CANCELLED, "expired")
+#: Why tasks are not changed, although they were named or matched at the preview.
+_REASONS = {
+    "missing": "not in the table",
+    "exists": "because a task with the same ID exists again",
+    "newcomer": "because they match only since the preview. Run the command again",
+}
+#: The same, if it is no error, for each change.
+_NO_ERROR = {
+    "retry": {
+        "pending": "because pending tasks need no retry",
+        "expired": "because ExpiresAt has passed; pass --include-expired to send expired tasks",
+        "blocked": "because blocked tasks wait for the head of their ordering key",
+    },
+    "restore": {"not_cancelled": "because they are in the table, restored before or never cancelled"},
+}
 
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """The outcomes of all transactions together. `outbox.admin.changes.Outcome` is the outcome of one."""
+    """The outcomes of all transactions together: the number of changed tasks, and why others are unchanged, by ID."""
 
     changed: int = 0
     #: What happens to the tasks.
     verb: str = "changed"
     unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
-    missing: list[str] = dataclasses.field(default_factory=list)
     heads: set[str] = dataclasses.field(default_factory=set)
 
     def __str__(self) -> str:
         """Return text such as `1,500 tasks changed so far`."""
         return f"{counted(self.changed, 'task')} {self.verb} so far"
 
-    @property
-    def handled(self) -> int:
-        """Return the number of tasks that the transactions were about."""
-        return self.changed + len(self.unchanged) + len(self.missing)
+    def add(self, outcome: "admin.changes.Outcome") -> None:
+        """Add the outcome of one transaction."""
+        self.changed += len(outcome.changed)
+        self.unchanged |= {**outcome.unchanged, **dict.fromkeys(outcome.missing, "missing")}
+        self.heads |= outcome.heads
 
-    def explain(self, reasons: dict[str, str], otherwise: str) -> int:
-        """Print on stderr which tasks were not changed, and why. Return 1 if one is missing or has the wrong state.
 
-        `reasons` has the text for each state that is not an error. Other states use `otherwise`, a text with the
-        placeholder {state}, and make the result 1.
-        """
-        for state in sorted(set(self.unchanged.values())):
-            ids = [id for id, its in self.unchanged.items() if its == state]
-            why = (reasons | {admin.changes.NEWCOMER: _NEWCOMER}).get(state) or otherwise.format(state=state)
-            note(f"{counted(len(ids), 'task')} not {self.verb}, {why}: {named(ids)}")
-        if self.missing:
-            note(f"{counted(len(self.missing), 'task')} not in the table: {named(self.missing)}")
-        return 1 if self.missing or set(self.unchanged.values()) - set(reasons) else 0
+def explain(
+    options: argparse.Namespace, name: str, numbers: Mapping[str, int], ids: Mapping[str, str] | None = None
+) -> int:
+    """Print why tasks are not changed, with their `numbers`. Return 1 if a reason is an error.
+
+    `ids` has the reason of each task after the change.
+    """
+    no_error = dict(_NO_ERROR.get(name, {}))
+    if vars(options).get("include_expired"):
+        no_error.pop("expired", None)
+    done = f"{'would not be' if vars(options).get('dry_run') else 'not'} {_verb(name)}"
+    for state, number in sorted(numbers.items()):
+        because = f"because of the flags or the state, which is {state}" if state in _STATES else state
+        names = [id for id, its in (ids or {}).items() if its == state]
+        why = (no_error | _REASONS).get(state, because)
+        note(f"{counted(number, 'task')} {done}, {why}{': ' if names else ''}{named(names)}")
+    return 1 if numbers.keys() - no_error.keys() else 0
+
+
+def _verb(name: str) -> str:
+    return "published" if name == "resend" else "changed"
 
 
 def carry_out(
@@ -89,10 +118,7 @@ def carry_out(
     with _stop_on_signals() as received, _progress(total) as show:
         try:
             for outcome in outcomes:
-                report.changed += len(outcome.changed)
-                report.unchanged |= outcome.unchanged
-                report.missing += outcome.missing
-                report.heads |= outcome.heads
+                report.add(outcome)
                 show(report)
                 if outcome.warning:
                     note(outcome.warning)
@@ -112,42 +138,48 @@ def carry_out(
 def resume(
     table: "admin.table.TaskTable", options: argparse.Namespace, id: str, author: "admin.operations.Author"
 ) -> int:
-    """Execute the chunks that are left of a recorded operation, and print how many tasks it changed.
+    """Execute the chunks that are left of a recorded operation, and say what became of its tasks.
 
-    Return 1 if a task was not changed. Raises OutboxError.
+    Return 1 if one was not changed. Raises OutboxError.
     """
     outcomes = admin.continuing.resume(table, id)
     operation = admin.operations.found(table, id)
-    verb = "published" if operation.operation == "resend" else "changed"
     total = (operation.selected or 0) - (operation.tasks or 0)
-    report = execute(table, options, outcomes, id, author, total=total, verb=verb)
-    if options.json:
-        left_out = {"unchanged": report.unchanged, "missing": report.missing}
-        say(as_json({"operation": id, "tasks": report.changed, **left_out}))
-    else:
-        say(f"{verb}: {counted(report.changed, 'task')}")
-    return report.explain({}, "{state}")
+    return execute(table, options, operation.operation, outcomes, id, author, total=total)
 
 
-def execute(
+def execute(  # noqa: PLR0917 - the operation, and how to show it
     table: "admin.table.TaskTable",
     options: argparse.Namespace,
+    name: str,
     outcomes: "Iterator[admin.changes.Outcome]",
     id: str,
     author: "admin.operations.Author",
     *,
-    is_whole: bool = True,
-    **shown: Any,
-) -> Report:
-    """Execute the chunks of a recorded operation. Print before, and in an error, how to continue it.
+    total: int,
+    ids: Sequence[str] = (),
+) -> int:
+    """Execute the chunks of a recorded operation, and say what became of its tasks.
 
-    Unless the record `is_whole`, because it does not have all IDs, only the same command can continue.
+    Print before, and in an error, how to continue it. Unless the record has all of the given `ids`, only the same
+    command can continue. Return 1 if a task was not changed.
     """
     again = flags.command_line("operations continue", id, **flags.place(options))
-    command = again if is_whole else "the same command again"
-    if shown["total"] > admin.changes.CHUNK:
+    command = again if len(ids) <= admin.operations.RECORDED_IDS else "the same command again"
+    if total > admin.changes.CHUNK:
         note(f"if the process is killed, continue with: {command}")
-    return carry_out(outcomes, command, functools.partial(admin.operations.stop, table, id, author), **shown)
+    stop = functools.partial(admin.operations.stop, table, id, author)
+    report = carry_out(outcomes, command, stop, total=total, verb=_verb(name))
+    if options.json:
+        say(as_json({"operation": id, "tasks": report.changed, "unchanged": report.unchanged}))
+    else:
+        say(f"{DONE[name]}: {counted(report.changed, 'task')}")
+    if name == "cancel" and report.changed:
+        note(f"to take it back, run `outbox restore {id}`")
+    code = explain(options, name, Counter(report.unchanged.values()), report.unchanged)
+    if heads := sorted(report.heads - {*ids}):
+        note(f"retry the head of the ordering key, or cancel it: {named(heads)}")
+    return code
 
 
 @contextlib.contextmanager
@@ -167,9 +199,10 @@ def _progress(total: int) -> Iterator[Callable[[Report], None]]:
     begin = time.monotonic()
 
     def draw(report: Report) -> None:
-        part = min(report.handled / total, 1.0)
+        done = report.changed + len(report.unchanged)
+        part = min(done / total, 1.0)
         left = (time.monotonic() - begin) * (1 / part - 1) if part else 0.0
-        bar = f"[{'#' * round(part * BAR):<{BAR}}] {report.handled:,} of {total:,} tasks, {spoken(left)} left"
+        bar = f"[{'#' * round(part * BAR):<{BAR}}] {done:,} of {total:,} tasks, {spoken(left)} left"
         say(Escaped(f"\r{bar}\x1b[K"), stream=sys.stderr, end="")
 
     try:

@@ -1,27 +1,16 @@
 """Why tasks are not published: their errors, counted, and the circuits that are not closed in a live worker."""
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 
 from outbox import admin
 from outbox.base.times import spoken
-from outbox.program.output import SHOWN, note, shortened, table
-from outbox.program.terminal import Escaped, joined, say
-from outbox.table.states import UNSENT
+from outbox.program.output import SHOWN, shortened, table
+from outbox.program.terminal import Escaped, joined
 
 #: The states in which LastError is the reason for the state.
 FAILING = ("dead", "retrying")
 CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
-
-
-def print_selected(database: "admin.table.TaskTable", selection: "admin.changes.TaskSelection") -> None:
-    """Print the first tasks of a selection, counted by topic, state and error, on stderr."""
-    states = [selection.state] if selection.state else UNSENT
-    limit = admin.tasks.ERRORS_READ
-    tasks = admin.tasks.find(database, states, selection, limit=limit).tasks
-    note("tasks by topic and reason:")
-    say(text(admin.tasks.count_errors(tasks, at_least=len(tasks) == limit)), stream=sys.stderr)
 
 
 def text(counts: "Sequence[admin.error_groups.ErrorCount]") -> Escaped:

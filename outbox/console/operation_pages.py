@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.admin.changes import OF_IDS, TaskSelection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author, Operation
 from outbox.base.times import shown
 from outbox.console import selections
@@ -22,7 +22,7 @@ from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import MOMENT, matching, resolved, whole_number
-from outbox.table.states import CANCELLED, CHANGED, MARKS_FINAL_AFTER
+from outbox.table.states import CHANGED
 
 COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
@@ -95,18 +95,7 @@ class Action:
         """Return the tasks of the address as of `at`, and none that is newer. Raises SettingError, OutboxError."""
         if visit.query.get("selected") and not visit.query.get("id"):
             raise Refused(400, "No task is selected", "Check the tasks, or act on all that match.")
-        found = selections.read(visit.query, at)
-        # An at-most-once task is marked as sent shortly before it is published.
-        newest = at - MARKS_FINAL_AFTER if self.name == "purge" and found.state != CANCELLED else at
-        selection = dataclasses.replace(
-            found,
-            state=found.state or OF_IDS[self.name],
-            until=min(found.until or newest, newest),
-            include_expired=found.include_expired or self.name != "retry",
-            as_of=at,
-        )
-        admin.changes.check(self.name, selection)
-        return selection
+        return admin.changes.bounded(self.name, selections.read(visit.query, at), at)
 
 
 def _preview_time(visit: Visit) -> datetime:

@@ -69,11 +69,6 @@ def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -
         return None
     if query["by"]:
         return visit.command(name, query["by"], **{each: query[each] for each in ("topic", "error", *TIMES)}, **more)
-    if name == "purge":
-        excess = query["id"] or query["since"] or query["error"]
-        is_sent = selection.state == "sent"
-        times = {f"{selection.state}_before": query["until"], "state": None if is_sent else selection.state}
-        return None if excess else visit.command(name, topic=query["topic"], **times, **more)
     given = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
     return visit.command(
         name, *query["id"], **given, include_expired=name == "retry" and selection.include_expired, **more

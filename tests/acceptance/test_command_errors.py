@@ -18,7 +18,7 @@ from tests.support.proxy import hanging, refusing
 
 #: One form of each command; its tasks and topics need not exist.
 ALL = [
-    "status --exact", "list", "show x", "retry x", "retry --state dead", "purge --sent-before 30d",
+    "status --exact", "list", "show x", "retry x", "retry --state dead", "purge --state sent --until 30d",
     "cancel x --reason y --yes", "topics", "tail", "pause orders", "resume orders", "topics unset orders rate",
     "resend x --to other", "operations continue x",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
     outbox = Commands(emulators, own_database)
     insert(own_database, [row(f"old-{n}", "sent", age=2 * DAY) for n in range(600)])
     insert(own_database, [row("young", "sent"), row("unsent")])
-    with outbox.started("purge", "--sent-before", "1d", "--topic", "orders") as process:
+    with outbox.started("purge", "--state", "sent", "--until", "1d", "--topic", "orders") as process:
         eventually(lambda: count(own_database, "TRUE") < 602, seconds=SECONDS)
         process.stop()
         assert process.wait() == 1
@@ -33,7 +33,7 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
         assert printed, process.stderr
     assert 2 < (left := count(own_database, "TRUE")) == 602 - int(printed[1])
     rest = outbox.shell(printed[2])
-    assert (rest.code, rest.stdout) == (0, f"changed: {left - 2} tasks\n")
+    assert (rest.code, rest.stdout) == (0, f"deleted: {left - 2} tasks\n")
     assert sorted(table(own_database)) == ["unsent", "young"]
 
 

@@ -90,7 +90,7 @@ def _resends(table: TaskTable) -> list[operations.Operation]:
     ("words", "columns"),
     [
         ("retry --state dead", {"AvailableAt": NEVER}),
-        pytest.param("purge --sent-before 1d", {}, marks=pytest.mark.extended),
+        pytest.param("purge --state sent --until 1d", {}, marks=pytest.mark.extended),
     ],
 )
 def test_any_stopped_operation_is_continued_by_its_id(

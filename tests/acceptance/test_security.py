@@ -99,7 +99,7 @@ def test_no_value_becomes_a_part_of_a_statement(emulators: Emulators, database: 
         ("show", SECRET),
         ("retry", SECRET),
         ("retry", "--state", "dead", "--topic", SECRET, "--yes"),
-        ("purge", "--topic", SECRET, "--sent-before", "1d", "--yes"),
+        ("purge", "--topic", SECRET, "--state", "sent", "--until", "1d", "--yes"),
         ("status",),
         ("topics",),
         ("cancel", SECRET, "--reason", SECRET),

@@ -111,8 +111,6 @@ def command(
 ) -> tuple[int, int]:
     given = {each: getattr(selection, each) for each in ("state", "topic", "error")}
     times = {each: shown(time) for each in ("since", "until") if (time := getattr(selection, each))}
-    if name == "purge":
-        given, times = {"topic": selection.topic}, {"sent-before": times["until"]}
     words = [name, *(selection.ids or ()), *(f"--{flag}={value}" for flag, value in (given | times).items() if value)]
     words += ["--include-expired"] if name == "retry" and selection.include_expired else []
     outbox = Commands(emulators, database)
@@ -121,8 +119,7 @@ def command(
     assert number
     effect = {"retry": "due now", "purge": "deleted", "cancel": "cancelled"}[name]
     assert done.stdout == f"{effect}: {number[0].partition(' would')[0]}\n"
-    refused = re.findall(r"(\d+) (?:expired )?tasks? not (?:changed|in the table)", done.stderr)
-    refused += [] if refused else re.findall(r"(\d+) expired task not counted", dry.stderr)
+    refused = re.findall(r"(\d+) tasks? would not be changed", dry.stderr)
     return int(number[1]), sum(map(int, refused))
 
 

@@ -123,7 +123,7 @@ def test_a_restore_of_ids_can_be_repeated(database: Database, table: TaskTable, 
     assert (done.code, done.stdout) == (0, "restored: 1 task\n")
     assert "1 task not changed, because they are in the table, restored before or never cancelled: a" in done.stderr
     missing = outbox.here("restore", "a", "gone", "--yes")
-    assert (missing.code, "1 task not in the table: gone" in missing.stderr) == (1, True)
+    assert (missing.code, "1 task not changed, not in the table: gone" in missing.stderr) == (1, True)
 
 
 def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Database, table: TaskTable) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from outbox.cli import bulk, status_command, task_commands
 from outbox.errors import NotReached, OutboxError, PositionExpired
 from outbox.reading import Page, Position, SentTasks
 
+MANY = "0123456789a"
 GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
 
 
@@ -32,10 +34,14 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
     ("outcome", "code", "output"),
     [
         (Outcome(("x",), {}, ()), 0, ""),
-        (Outcome((), {"a": "pending"}, ()), 0, "1 task not changed, they go: a"),
-        (Outcome((), {"b": "sent"}, ()), 1, "1 task not changed, are sent: b"),
-        (Outcome((), {}, ("c\x1b",)), 1, "1 task not in the table: c\\x1b"),
-        (Outcome((), {}, (*"0123456789ab",)), 1, "12 tasks not in the table: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..."),
+        (Outcome((), {"a": "pending"}, ()), 0, "1 task not changed, because pending tasks need no retry: a"),
+        (Outcome((), {"b": "sent"}, ()), 1, "1 task not changed, because of the flags or the state, which is sent: b"),
+        (Outcome((), {}, ("c\x1b",)), 1, "1 task not changed, not in the table: c\\x1b"),
+        (
+            Outcome((), {}, (*"0123456789ab",)),
+            1,
+            "12 tasks not changed, not in the table: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
+        ),
         (Outcome(("a",), {}, (), "tails wait"), 0, "tails wait"),
     ],
 )
@@ -44,7 +50,8 @@ def test_tasks_that_were_not_changed_are_explained(
 ):
     """A missing task or a wrong state is a failure. A task that needs no change, or a warning, is not."""
     report = bulk.carry_out(iter([outcome]), GO_ON)
-    assert report.explain({"pending": "they go"}, "are {state}") == code
+    numbers = Counter(report.unchanged.values())
+    assert bulk.explain(argparse.Namespace(), "retry", numbers, report.unchanged) == code
     assert report.changed == len(outcome.changed)
     assert capsys.readouterr().err == (output and f"outbox: {output}\n")
 

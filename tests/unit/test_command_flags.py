@@ -170,7 +170,8 @@ def test_a_selection_uses_the_databases_time():
         ("retry", "no tasks given. Pass IDs"),
         ("cancel --reason x", "no tasks given. Pass IDs"),
         ("cancel --state dead --yes", "--reason is missing. It is required with --state"),
-        ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
+        ("purge --state sent", "--until is missing. Without it, all sent tasks would be deleted"),
+        ("purge --until 30", "90s, 15m, 2h or 7d"),
         ("status --max-age -1h", "outbox: --max-age: '-1h' is not allowed. It must be seconds, or a duration"),
         (
             "topics set orders --backoff-max -1s",
@@ -332,6 +333,6 @@ def test_prefixes_become_full_ids(monkeypatch: pytest.MonkeyPatch):
     table = cast("Any", None)
     options = parsed("cancel", "--reason", "7f21", "0e3c", "7f21", "exact-id")
     assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
-    assert full_ids(table, parsed("cancel", "--reason=x", "exact-id"), ["exact-id"], unasked=True) == ("exact-id",)
+    assert full_ids(table, parsed("cancel", "--yes", "exact-id"), ["exact-id"]) == ("exact-id",)
     with pytest.raises(SettingError, match=r"'0e3c' is only a prefix of task 0e3c-1. With --yes, pass full IDs"):
-        full_ids(table, parsed("cancel", "--reason=x", "0e3c"), ["0e3c"], unasked=True)
+        full_ids(table, parsed("cancel", "--yes", "0e3c"), ["0e3c"])
