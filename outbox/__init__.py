@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         PositionExpired,
     )
     from outbox.message import TASK_ID_ATTRIBUTE, Message
-    from outbox.metrics import Recorder, set_metrics
+    from outbox.observing import Recorder, set_metrics
     from outbox.reading import Reader, SentTask, reader
     from outbox.registration import Priority, Task, register, register_many, register_once
     from outbox.table.transactions import SupportsCancel, SupportsInsert, SupportsReadInsert
@@ -40,7 +40,7 @@ else:
             "message": "Message TASK_ID_ATTRIBUTE",
             "reading": "Reader SentTask reader",
             "registration": "Priority Task register register_many register_once",
-            "metrics": "Recorder set_metrics",
+            "observing": "Recorder set_metrics",
             "table.transactions": "SupportsCancel SupportsInsert SupportsReadInsert",
         },
     )

@@ -19,11 +19,10 @@ from outbox import cancellation
 from outbox.base.values import class_name
 from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
-from outbox.metrics import count_registered
+from outbox.observing import count_registered
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
     IN_TRANSACTION_SECONDS,
     PrimaryKey,
@@ -33,6 +32,7 @@ from outbox.table.transactions import (
     deleted,
     insert,
     inserted,
+    retry_and_timeout,
 )
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.

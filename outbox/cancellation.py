@@ -10,7 +10,6 @@ from outbox.message import check_task_id
 from outbox.registration import TABLE
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
-from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
     IN_TRANSACTION_SECONDS,
     PrimaryKey,
@@ -19,6 +18,7 @@ from outbox.table.transactions import (
     check_transaction,
     deleted,
     inserted,
+    retry_and_timeout,
 )
 
 #: The options of the requests, except for retries and timeouts.

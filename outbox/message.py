@@ -13,7 +13,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from google.pubsub_v1.types import PublishRequest, PubsubMessage
 from proto import Message as ProtoPlusMessage
 
-from outbox import tracing
+from outbox import observing
 from outbox.base.values import MAX_ID_CHARACTERS, TOPIC, class_name, plain
 from outbox.errors import InvalidMessage
 
@@ -263,7 +263,7 @@ def _traced(built: Any, topic: str) -> bytes | None:
 
     Return None if there is no context, the message has one already, or the result would be too large.
     """
-    context = tracing.current()
+    context = observing.trace_context()
     if not context or context.keys() & built.attributes.keys():
         return None
     context = {key: value for key, value in context.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}

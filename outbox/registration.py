@@ -17,7 +17,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox import message as messages
 from outbox.base.values import class_name, in_utc
 from outbox.errors import InvalidMessage
-from outbox.metrics import count_registered
+from outbox.observing import count_registered
 from outbox.table.states import NEVER
 from outbox.table.transactions import (
     SupportsInsert,

@@ -24,7 +24,7 @@ from outbox.table.connection import open_database
 from outbox.table.ddl import CANCELLED
 from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox.table.states import LONG_AGO
-from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
 #: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.

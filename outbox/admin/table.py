@@ -21,8 +21,7 @@ from outbox.table.connection import open_database
 from outbox.table.controls import CONTROLS
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import NOW, parameters
-from outbox.table.transact import PESSIMISTIC, retry_and_timeout, transact
-from outbox.table.transactions import check_database
+from outbox.table.transactions import PESSIMISTIC, check_database, retry_and_timeout, transact
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.trace import format_trace_id
 from starlette.responses import RedirectResponse, Response
 
-from outbox import admin, tracing
+from outbox import admin, observing
 from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import MIN_PREFIX
 from outbox.admin.messages import SHOWN_BYTES, readable
@@ -182,7 +182,7 @@ def show_data(visit: Visit) -> Response:
         lines=lines,
         size=size,
         more=max(0, size - SHOWN_BYTES),
-        trace=format_trace_id(span.trace_id) if (span := tracing.span_of(given)) else None,
+        trace=format_trace_id(span.trace_id) if (span := observing.span_of(given)) else None,
     )
 
 

@@ -1,19 +1,20 @@
 """The callback for a streaming pull that processes messages that arrive together in one transaction."""
 
-from collections.abc import Collection, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
 from google.api_core.exceptions import DeadlineExceeded, RetryError, ServiceUnavailable
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import MissingTaskId, NotReached
-from outbox.inbox.collector import Collector
 from outbox.inbox.once import COLUMNS, TABLE, ReceivedMessage, inbox_row, table_errors
-from outbox.inbox.receiver import EarlierFailed, Failure, Handle, PulledMessage, Receiver, Settings, log
-from outbox.inbox.watching import uncommitted
-from outbox.metrics import count_delivery
+from outbox.inbox.receiver import EarlierFailed, Failure, Handle, PulledMessage, Receiver, Settings, log, uncommitted
+from outbox.observing import count_delivery, processing
 from outbox.table.transactions import PrimaryKey, existing, insert
-from outbox.tracing import processing
 
 #: Errors that may mean that Spanner is unavailable: each further message would wait as long.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
@@ -118,3 +119,49 @@ def _earlier_failed(message: ReceivedMessage, failed: Collection[str]) -> Except
 
 def _ordering_key(message: ReceivedMessage) -> str:
     return getattr(message, "ordering_key", "")
+
+
+T = TypeVar("T")
+
+
+class Collector(Generic[T]):
+    """Passes items to `process` in lists of at most `max_size`, in the order of `add`, and one list at a time.
+
+    An item waits up to `max_delay` seconds for others, and until the list before has been processed.
+    """
+
+    def __init__(self, process: Callable[[list[T]], None], max_size: int, max_delay: float) -> None:
+        """Start nothing: a thread that calls `add` does the work."""
+        self._process, self._max_size, self._max_delay = process, max_size, max_delay
+        self._items: deque[tuple[T, float]] = deque()
+        self._arrived = threading.Condition()
+        self._is_busy = False
+
+    def add(self, item: T) -> None:
+        """Return at once if another thread is processing. Otherwise process lists until no item is left.
+
+        Raises what `process` raises. Items that are left then wait for the next call.
+        """
+        with self._arrived:
+            self._items.append((item, time.monotonic() + self._max_delay))
+            if self._is_busy:
+                if len(self._items) >= self._max_size:
+                    self._arrived.notify()
+                return
+            self._is_busy = True
+        try:
+            while items := self._next():
+                self._process(items)
+        except BaseException:
+            self._is_busy = False
+            raise
+
+    def _next(self) -> list[T]:
+        """Return the next list when it is full or has waited. Return none, and stop being busy, if no item is left."""
+        with self._arrived:
+            if self._items:
+                delay = self._items[0][1] - time.monotonic()
+                self._arrived.wait_for(lambda: len(self._items) >= self._max_size, max(delay, 0))
+            else:
+                self._is_busy = False
+            return [self._items.popleft()[0] for _ in range(min(len(self._items), self._max_size))]

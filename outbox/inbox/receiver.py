@@ -1,8 +1,8 @@
 """The callback for a streaming pull that processes one message in each transaction."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial, update_wrapper
@@ -15,13 +15,11 @@ from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.base.values import check_finished, counted, listed
-from outbox.errors import MissingTaskId, NotReached
+from outbox.errors import InvalidTransaction, MissingTaskId, NotReached
 from outbox.inbox.once import Key, ReceivedMessage, inbox_row, process_once
-from outbox.inbox.watching import uncommitted, unsettled
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.metrics import count_delivery
-from outbox.table.transact import transact
-from outbox.tracing import processing
+from outbox.observing import count_delivery, processing
+from outbox.table.transactions import transact
 
 T = TypeVar("T")
 
@@ -206,3 +204,41 @@ class EarlierFailed(Exception):
 def name_of(function: object) -> str:
     """Return the name of a function for messages."""
     return getattr(function, "__qualname__", repr(function))
+
+
+def uncommitted(transaction: Transaction) -> AbstractContextManager[None]:
+    """Refuse `commit` and `rollback` in the block. A commit would lose later writes, a rollback all writes."""
+    return _refusing(
+        transaction,
+        ("commit", "rollback"),
+        "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
+        "committed; raise an exception, and it is rolled back",
+    )
+
+
+def unsettled(message: object) -> AbstractContextManager[None]:
+    """Refuse `ack` and `nack` in the block. If the function then fails, Pub/Sub would not redeliver the message."""
+    return _refusing(
+        message,
+        ("ack", "ack_with_response", "nack", "nack_with_response"),
+        "the function has called ack or nack of its message. Return instead, and the message is acknowledged after "
+        "the commit; raise an exception, and it is redelivered",
+    )
+
+
+@contextmanager
+def _refusing(target: object, names: Sequence[str], reason: str) -> Iterator[None]:
+    """Replace methods in the block, on this object only."""
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise InvalidTransaction(reason)
+
+    attributes = getattr(target, "__dict__", {})  # the message of a push request has none, and no such methods
+    own = {name: attributes[name] for name in names if name in attributes}
+    attributes.update(dict.fromkeys(names, refuse))
+    try:
+        yield
+    finally:
+        for name in names:
+            del attributes[name]  # uncovers the methods of the class
+        attributes.update(own)

@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from outbox import tracing
+from outbox import observing
 from outbox.program.terminal import as_json, json_escaped, sentences
 
 
@@ -22,7 +22,7 @@ class JsonFormatter(logging.Formatter):
             "logger.name": record.name,
             "logger.thread_name": record.threadName,
             "action": getattr(record, "action", None),
-            **tracing.ids(),
+            **observing.trace_ids(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0] is not None:

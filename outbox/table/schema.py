@@ -21,7 +21,7 @@ from outbox.table import ddl
 from outbox.table.connection import Deadline
 from outbox.table.ddl import OWN_CHOICES, SHARD_COUNT, normalized, statements
 from outbox.table.layouts import COLUMN, Layout
-from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout
 
 #: Seconds for a read of INFORMATION_SCHEMA. In a database with very many objects it takes many seconds.
 SCHEMA_SECONDS = 30.0

@@ -1,21 +1,82 @@
-"""Check an application's transaction, add inserts to it, and remember what was added."""
+"""Read-write transactions, and the time limits of their requests; and what is added to an application's transaction."""
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from google.cloud.spanner_v1 import KeySet, Mutation
+from google.api_core import exceptions as google
+from google.api_core.retry import AsyncRetry, Retry, if_exception_type
+from google.auth.exceptions import GoogleAuthError
+from google.cloud.spanner_v1 import KeySet, Mutation, TransactionOptions
 from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.session import Session
 from google.cloud.spanner_v1.transaction import Transaction
 
+from outbox.base.schedules import CALL
 from outbox.base.values import check_finished, class_name
 from outbox.errors import InvalidTransaction
-from outbox.table.transact import retry_and_timeout
+
+T = TypeVar("T")
+
+#: Errors about the content of a request, such as a value that a constraint forbids. Spanner has not executed it.
+CONTENT = (google.AlreadyExists, google.FailedPrecondition, google.InvalidArgument, google.OutOfRange)
+
+#: Options of `transact`: serializable and pessimistic, whatever the client's defaults are. Otherwise the hint
+#: LOCK_SCANNED_RANGES=exclusive locks nothing.
+PESSIMISTIC: Mapping[str, Any] = {
+    "isolation_level": TransactionOptions.IsolationLevel.SERIALIZABLE,
+    "read_lock_mode": TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+}
+
+
+def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
+    """Run `work` in a read-write transaction, again after each ABORTED, and return its result.
+
+    `options` are those of `run_in_transaction`. After an error of Google's API the client leaves the transaction and
+    its locks open. So it is rolled back here if `work` has failed with one other than ABORTED, or if Spanner has
+    refused the commit. After other errors of `work` the client rolls back.
+
+    If the client gets no session, it refuses all later transactions of the thread, unless the flag is reset here:
+    https://github.com/googleapis/google-cloud-python/issues/18375
+    """
+    transaction: Any = None
+    working = False
+
+    def attempt(begun: Any) -> T:
+        nonlocal transaction, working
+        transaction, working = begun, True
+        result = work(begun)
+        working = False
+        return result
+
+    try:
+        result: T = database.run_in_transaction(attempt, **options)
+    except RuntimeError:
+        raise  # the thread is already in a transaction, so the flag is right
+    except Exception as error:
+        if transaction is None:
+            with contextlib.suppress(AttributeError):  # a test's fake
+                database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
+        elif isinstance(error, CONTENT) or (
+            working and isinstance(error, google.GoogleAPICallError) and not isinstance(error, google.Aborted)
+        ):
+            with contextlib.suppress(google.GoogleAPIError, GoogleAuthError):
+                transaction.rollback()
+        raise
+    return result
+
+
+def retry_and_timeout(seconds: float, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
+    """Return `retry` and `timeout` for one call, because the client would repeat it for ever in an outage."""
+    unavailable = if_exception_type(google.ServiceUnavailable)
+    retry = kind(predicate=unavailable, initial=CALL.first, maximum=CALL.most, timeout=seconds)
+    return {"retry": retry, "timeout": seconds}
+
 
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
 #: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
@@ -26,7 +87,6 @@ _CLIENT = (Transaction, Batch, MutationGroup)
 
 #: A primary key.
 PrimaryKey = tuple[str, ...]
-T = TypeVar("T")
 
 #: The keys that each transaction has inserted. A read does not see the buffered mutations of its own transaction. After
 #: ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.

@@ -24,7 +24,7 @@ from outbox.message import (
     has_too_many_fields,
     parsed,
 )
-from outbox.tracing import span_of
+from outbox.observing import span_of
 from publishworker.log import log
 from publishworker.types import Answer, Failed, LockedRow
 

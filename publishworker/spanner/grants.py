@@ -14,7 +14,7 @@ from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
 from outbox.table.shared_sql import parameters
-from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout
 from publishworker.spanner.relay_sql import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 

@@ -18,7 +18,7 @@ from outbox.table.controls import TopicControls
 from outbox.table.ddl import CANCELLED, OPERATIONS
 from outbox.table.layouts import Layout, by_layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
-from outbox.table.transact import PESSIMISTIC, transact
+from outbox.table.transactions import PESSIMISTIC, transact
 from publishworker.spanner import relay_sql
 from publishworker.spanner.write_errors import (
     SERVICE_ERRORS,

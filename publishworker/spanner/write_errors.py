@@ -8,7 +8,7 @@ from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
 from outbox.table.connection import UNANSWERED
-from outbox.table.transact import CONTENT
+from outbox.table.transactions import CONTENT
 
 #: The errors that the client raises for a request.
 SERVICE_ERRORS = (google.GoogleAPICallError, google.RetryError, GoogleAuthError)

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
-from outbox.metrics import Recorder
+from outbox.observing import Recorder
 from outbox.table.states import UNSENT
 from publishworker.log import log
 from publishworker.types import CLAIM, COMMIT, POLL, PUBLISH

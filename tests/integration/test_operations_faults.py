@@ -16,7 +16,7 @@ from outbox.errors import NotReached, OutboxError
 from outbox.reading import Position, SentTasks
 from outbox.table.connection import UNARY_SECONDS
 from outbox.table.states import NEVER
-from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout
 from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of, update
 from tests.support.proxy import Proxy
 

@@ -14,9 +14,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 
 import outbox
 from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
+from outbox.observing import span_of
 from outbox.program import logs
 from outbox.testing import RecordingTransaction
-from outbox.tracing import span_of
 from publishworker.pubsub import messages
 from publishworker.pubsub.messages import trace_id
 from publishworker.types import Failed, Published

@@ -11,7 +11,7 @@ from google.auth.exceptions import TransportError
 from outbox import aio
 from outbox.table.connection import Deadline
 from outbox.table.layouts import Layout
-from outbox.table.transact import transact
+from outbox.table.transactions import transact
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import NotWritten
 

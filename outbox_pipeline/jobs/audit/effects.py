@@ -15,7 +15,7 @@ from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE, table_errors
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
-from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit.transforms import STATES, Rules
