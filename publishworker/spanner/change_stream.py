@@ -37,18 +37,14 @@ MAX_PARTITIONS = 64
 _TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
 
 
-#: Partitions by token: the time of the first record of each, and its parents.
-Children = dict[str, tuple[datetime, frozenset[str]]]
-
-
 @dataclass(slots=True)
 class _Attempt:
     """What the threads of one attempt to read the stream share."""
 
-    #: Set when a thread has failed. The others end then.
+    #: Set at the end of the attempt. The threads end then.
     given_up: bool = False
-    #: Of each partition that has ended its children; or an error.
-    answers: queue.SimpleQueue[Exception | tuple[str, Children]] = field(default_factory=queue.SimpleQueue)
+    #: The error of a partition that has failed, or None for one that has ended.
+    answers: queue.SimpleQueue[Exception | None] = field(default_factory=queue.SimpleQueue)
 
 
 class ChangeStream:
@@ -95,9 +91,7 @@ class ChangeStream:
             attempt = _Attempt()
             try:
                 self._follow(attempt)
-                self._end(attempt)
             except Exception as error:
-                self._end(attempt)
                 if is_lost_session(error):  # only then: each new database starts a thread of the client
                     self._database = self._database.renewed()
                 if not (self._failed or self._stopped.is_set()):
@@ -106,45 +100,38 @@ class ChangeStream:
                         "The change stream cannot be read; polling at --poll-interval until it can: %s", error,
                         extra={"action": "change_stream_failed"},
                     )  # fmt: skip
+            attempt.given_up, self._heard = True, {}
             self._inserted()
             self._stopped.wait(self._retry.next())
 
-    def _end(self, attempt: _Attempt) -> None:
-        attempt.given_up = True
-        self._heard = {}
-
     def _follow(self, attempt: _Attempt) -> None:
-        """Find the partitions, and read each on a thread, until one fails or others follow. Raises its error."""
-        waiting = self._first_partitions(attempt)
+        """Find the partitions, and read each on a thread, until one fails or ends. Raises its error.
+
+        Spanner ends a partition when it divides or moves it. The next attempt finds those that follow.
+        """
+        partitions = self._first_partitions(attempt)
+        if len(partitions) > MAX_PARTITIONS:
+            raise OverflowError(f"it has {len(partitions)} partitions, more than {MAX_PARTITIONS}")
         self._inserted()  # for commits after the last poll and before the time from which this attempt reads
-        unread = set(waiting)  # the partitions that have not ended
         began = self._clock()
+        self._heard = dict.fromkeys(partitions, began)
+        for partition in partitions.items():
+            arguments = attempt, *partition
+            threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
         while not self._stopped.is_set() and self._follows():
-            # A child can be read after all of its parents have ended.
-            ready = [each for each, (_, parents) in waiting.items() if parents.isdisjoint(unread)]
-            if (number := len(self._heard) + len(ready)) > MAX_PARTITIONS:
-                raise OverflowError(f"it has {number} partitions, more than {MAX_PARTITIONS}")
-            for token in ready:
-                self._heard[token] = self._clock()
-                arguments = attempt, token, waiting.pop(token)[0]
-                threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
             self._raise_if_silent()
             if self.works and self._clock() - began > RESTART_SECONDS:
                 self._note_success()
             try:
-                answer = attempt.answers.get(timeout=MAX_SILENCE_SECONDS)
+                error = attempt.answers.get(timeout=MAX_SILENCE_SECONDS)
             except queue.Empty:
                 continue
-            if isinstance(answer, Exception):
-                raise answer
-            token, children = answer
-            unread.discard(token)
-            del self._heard[token]
-            waiting |= {child: each for child, each in children.items() if child not in unread}  # each parent names it
-            unread |= children.keys()
+            if error is not None:
+                raise error
+            return
 
-    def _first_partitions(self, attempt: _Attempt) -> Children:
-        self._heard = {}
+    def _first_partitions(self, attempt: _Attempt) -> dict[str, datetime]:
+        """Return the tokens of the partitions, each with the time from which it is read."""
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, RESTART_SECONDS)
         self._began = now, self._clock()
         return self._read(attempt, "", now, None)
@@ -162,30 +149,30 @@ class ChangeStream:
 
     def _read_all(self, attempt: _Attempt, token: str, start: datetime) -> None:
         """Read a partition until it ends, one request after the other."""
-        children: Children = {}
+        has_ended = False
         try:
-            while not (children or attempt.given_up or self._stopped.is_set()):
+            while not (has_ended or attempt.given_up or self._stopped.is_set()):
                 self._hear(token)
                 now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
                 end = max(start, now) + timedelta(seconds=REQUEST_SECONDS)
-                children, start = self._read(attempt, token, start, end), end
-            attempt.answers.put((token, children))
+                has_ended, start = bool(self._read(attempt, token, start, end)), end
+            attempt.answers.put(None)
         except Exception as error:
             attempt.answers.put(error)
 
-    def _read(self, attempt: _Attempt, token: str, start: datetime, end: datetime | None) -> Children:
-        """Send one request, for a partition or for the first tokens; return the children of one that has ended."""
-        found: Children = {}
+    def _read(self, attempt: _Attempt, token: str, start: datetime, end: datetime | None) -> dict[str, datetime]:
+        """Send one request, for a partition or for the first ones; return the partitions that follow."""
+        found: dict[str, datetime] = {}
         values = {"start": start, "end": end, "token": token or None}
         for [records] in self._query(relay_sql.CHANGES, values, _TYPES, REQUEST_SECONDS + RESTART_SECONDS):
             if attempt.given_up or self._stopped.is_set():
                 break
             self._hear(token)
-            for changes, _heartbeats, children in records:
+            for changes, _heartbeats, following in records:
                 if changes:
                     self._inserted()
-                for begins, _sequence, tokens in children:
-                    found |= {child: (begins, frozenset(parents)) for child, parents in tokens}
+                for begins, _sequence, tokens in following:
+                    found |= {each: begins for each, _parents in tokens}
         return found
 
     def _hear(self, token: str) -> None:

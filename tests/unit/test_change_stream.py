@@ -33,7 +33,7 @@ class Scripted:
         self.errors: dict[str, BaseException] = {}
         self.starts: list[datetime] = []
         self.attempts = self.renewals = 0
-        #: When these partitions end. Each names the child ab.
+        #: When these partitions end. The partition ab follows.
         self.ends: dict[str, threading.Event] = {}
         self.read: list[str] = []
         self.closed = threading.Event()
@@ -56,14 +56,15 @@ class Scripted:
             yield [[([], [], [(values["start"], "1", [("a", []), ("b", [])])])]]
         else:
             self.read.append(values["token"])
-            sent, end = 0, self.ends.get(values["token"], self.closed)
+            sent, ends = 0, values["token"] in self.ends
+            end = self.ends.get(values["token"], self.closed)
             while not end.is_set():
                 if sent >= self.first and values["token"] in self.errors:
                     raise self.errors[values["token"]]
                 yield [[([], [NOON], [])]]
                 sent += 1
                 end.wait(0.01)
-            if values["token"] in self.ends:
+            if ends:
                 yield [[([], [], [(NOON, "1", [("ab", ["a", "b"])])])]]
 
 
@@ -147,17 +148,16 @@ def test_a_worker_reads_nothing_while_enough_others_follow(database: Scripted) -
         stream.stop()
 
 
-def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(database: Scripted) -> None:
-    """Each parent names it."""
-    database.ends = {"a": threading.Event(), "b": threading.Event()}
-    with reading(database) as stream:
-        eventually(lambda: {"a", "b"} == stream._heard.keys(), seconds=60)
-        for token in "ab":
-            assert "ab" not in database.read
-            database.ends[token].set()
-            eventually(lambda token=token: token not in stream._heard, seconds=60)
-        eventually(lambda: database.read.count("ab") == 1 and stream.works, seconds=60)
-    assert database.read.count("ab") == 1
+def test_after_the_end_of_a_partition_the_stream_is_read_again(database: Scripted, lines: list[str]) -> None:
+    """Spanner has divided or moved it. The worker polls, because other partitions follow."""
+    database.ends["a"], polls = threading.Event(), threading.Semaphore(0)
+    with reading(database, polls.release) as stream:
+        assert polls.acquire(timeout=60)
+        eventually(lambda: stream.works, seconds=60)
+        database.ends.pop("a").set()
+        assert polls.acquire(timeout=60)
+        eventually(lambda: database.attempts == 2 and stream.works, seconds=60)
+    assert lines == []
 
 
 def test_a_stream_with_too_many_partitions_counts_as_a_failure(
