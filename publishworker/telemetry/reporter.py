@@ -12,13 +12,11 @@ from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import LATENCY_SAMPLES, History
 from publishworker.telemetry.metrics import Metrics
-from publishworker.topics.circuit_breaker import CircuitChange
+from publishworker.topics.availability import CircuitChange
 from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Published, Turn
 
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
-#: Max lines a minute about single cancelled tasks of a topic. Further ones share lines of at most CANCELLED_IDS tasks.
-CANCELLED_LINES, CANCELLED_IDS = 5, 100
 #: The counts of a turn in the summary, each with its noun and the words after it.
 _SUMMARY = {
     "published": ("task", "published"),
@@ -45,7 +43,6 @@ class Reporter:
         self._work: Counter[str] = Counter()
         self._work_since = 0.0
         self._logged_open: set[str] = set()  # topics whose open circuit was logged
-        self._cancelled: list[str] = []  # tasks that were cancelled after their publish, and are still to be logged
 
     def report_batch(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
         """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
@@ -124,11 +121,10 @@ class Reporter:
             return
         if not change.seconds:  # a new circuit: an earlier one may have been forgotten without a line
             self._logged_open.discard(topic)
-        tasks = "up to 10 tasks" if failure_kind(failure.reason) is FailureKind.TARGET else "one task"
         if topic not in self._logged_open and self._throttled_log.log(
             "circuit_open",
             topic,
-            f"Circuit open for topic {topic}: probing with {tasks}, holding the rest. "
+            f"Circuit open for topic {topic}: probing with one task, holding the rest. "
             f"{failure.reason}: {failure.error}",
         ):
             self._logged_open.add(topic)
@@ -152,7 +148,6 @@ class Reporter:
             fields = {**self._work, "seconds": round(seconds, 1)}
             log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
-        self._log_cancelled_together()
 
     def _count_work(self, turn: Turn) -> None:
         if not self._work:
@@ -160,29 +155,15 @@ class Reporter:
         self._work += _numbers(turn)
 
     def _log_cancelled(self, topic: str, cancelled: Mapping[str, str]) -> None:
-        """Log each task that subscribers receive although a cancel has deleted it. Its ID is nowhere else."""
-        self._metrics.count(m.CANCELLED, len(cancelled), topic=topic)
-        for id, message_id in cancelled.items():
-            if not self._throttled_log.log(
-                "cancelled_after_publish",
-                topic,
-                f"Task {id} of topic {topic} was cancelled after the worker had published it as message {message_id}, "
-                "so subscribers receive it",
-                max_lines=CANCELLED_LINES,
-                fields={"task_id": id, "topic": topic, "message_id": message_id},
-            ):
-                self._cancelled.append(f"{id} of topic {topic} (message {message_id})")
-                if len(self._cancelled) >= CANCELLED_IDS:
-                    self._log_cancelled_together()
-
-    def _log_cancelled_together(self) -> None:
-        if self._cancelled:
+        """Log the tasks that subscribers receive although a cancel has deleted them, with their message IDs."""
+        if cancelled:
+            self._metrics.count(m.CANCELLED, len(cancelled), topic=topic)
+            # All IDs, and not throttled: they are nowhere else.
             log.warning(
-                "%s cancelled after the worker had published them, so subscribers receive them: %s",
-                counted(len(self._cancelled), "more task"), ", ".join(self._cancelled),
-                extra={"action": "cancelled_after_publish"},
+                "%s of topic %s cancelled after the worker had published them, so subscribers receive them: %s",
+                _tasks([*cancelled]), topic, ", ".join(f"{id} (message {of})" for id, of in cancelled.items()),
+                extra={"action": "cancelled_after_publish", "fields": {"topic": topic, "message_ids": cancelled}},
             )  # fmt: skip
-            self._cancelled.clear()
 
     def _unconfirmed(self, topic: str, ids: Sequence[str]) -> None:
         if ids:
