@@ -313,18 +313,6 @@ class Next(Enum):
     SOON = auto()  # something is left to try again: after at most a poll interval
     LATER = auto()  # nothing is left
 
-    @classmethod
-    def after(cls, *, progress: bool, in_vain: bool, unfinished: bool) -> "Next":
-        """Return when the next turn starts.
-
-        `in_vain`: the turn has waited for batches, and none ended. `unfinished`: something is left to try again.
-        """
-        if progress:
-            return cls.AT_ONCE
-        if in_vain:
-            return cls.STILL_WAITING
-        return cls.SOON if unfinished else cls.LATER
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -341,8 +329,7 @@ class Turn:
     cancelled: int = 0  # published, and then deleted before the mark
     in_flight: int = 0  # batches that have not ended
     next: Next = Next.LATER
-    seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
-    seconds_to_controls: float = math.inf  # seconds after which the topic controls must be read again
+    seconds_to_change: float = math.inf  # seconds until a topic that is unavailable now may be tried again
 
     @property
     def made_progress(self) -> bool:

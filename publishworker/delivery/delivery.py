@@ -4,18 +4,25 @@
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
+from outbox.table.states import first_due
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Cancelled, Claim, Delivered, MarkState, Unmarked
-from publishworker.delivery.marking import MarkRetry, release_heads
-from publishworker.delivery.tools import Timing, Tools
-from publishworker.spanner.store import Decide
+from publishworker.delivery.marking import MarkRetry, SharedMarking
+from publishworker.delivery.rules import RetryPolicy
+from publishworker.host import Host
+from publishworker.pubsub.publisher import Publisher
+from publishworker.spanner.store import Decide, Store
 from publishworker.spanner.write_errors import Refused, StoreError
 from publishworker.types import (
+    CLAIM,
+    COMMIT,
     MARKED,
+    PUBLISH,
     Answer,
     Deferred,
     Failed,
@@ -30,6 +37,20 @@ from publishworker.types import (
 _T = TypeVar("_T", Skipped, NotSent, Deferred)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What every delivery works with."""
+
+    store: Store
+    publisher: Publisher
+    policy: RetryPolicy
+    #: The time limit for publishing one batch.
+    publish_seconds: float
+    #: What all batches share when they mark again.
+    marking: SharedMarking
+    host: Host = field(default_factory=Host)
+
+
 class Delivery:
     """Delivers one batch, on a thread of its own.
 
@@ -40,8 +61,8 @@ class Delivery:
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
         self.claim = claim
+        self._tools = tools
         self._timing = Timing(tools.host.clock)
-        self._tools = self._timing.of(tools)
         self._policy = tools.policy.for_topic(claim.controls)
         self._results = Results()
         #: Writes the marks again if the commit fails.
@@ -121,7 +142,7 @@ class Delivery:
             changes = {**decided, **rules.release_changes(claim, rows, decided, now, self._policy)}
             return changes
 
-        committed = self._tools.store.claim(claim.locks, locked, may_delay=claim.may_delay)
+        committed = self._timing.claim(self._tools.store, claim, locked)
         if changes:
             self._tools.marking.committed()
         return committed
@@ -133,7 +154,16 @@ class Delivery:
                 self._tools.store.record_published(message_ids)
 
     def _release_heads(self) -> None:
-        release_heads(self.claim, self._tools.store, skip_dead=self._policy.skip_dead, transact=self._transact)
+        """Make the first task of each ordering key ready, if another worker has deferred it since the batch had locks.
+
+        The batch has lost its locks by an abort or a failed commit. `_transact` itself releases the deferred heads
+        among the rows that it locks. If Spanner does not answer, the keys wait until the deferrals end.
+        """
+        if keys := self.claim.keys:
+            with contextlib.suppress(StoreError):
+                heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
+                if (deferred := self.claim.of_deferred(heads)).tasks:
+                    self._transact(deferred, lambda _rows, _now: {})
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
@@ -162,6 +192,7 @@ class Delivery:
         if rows:
             tools, alone = self._tools, rules.published_alone(self.claim, rows)
             answers = tools.publisher.publish(self.claim.destination, rows, tools.publish_seconds, alone)
+            self._timing.published(rows, answers)
             self._results.answers |= answers
 
     def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
@@ -273,3 +304,52 @@ class Results:
 
     def _unwritten(self) -> dict[str, NotSent | Deferred]:
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
+
+
+class Timing:
+    """The times of a batch, over all its transaction attempts."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        #: The seconds of each phase.
+        self.phases: dict[str, float] = {}
+        #: Seconds between a task's due time and Pub/Sub's answer.
+        self.latencies: dict[str, float] = {}
+        #: Transactions that have begun. While the number grows, the batch is not stuck.
+        self.transactions = 0
+        #: Attempts that were aborted after they had decided. Aborts of the query that locks are not counted.
+        self.aborted = 0
+        self._clock = clock
+        self._phase_began = self._locked_at = clock()
+        self._now: datetime  # the database's time at the last lock
+
+    def claim(self, store: Store, claim: Claim, decide: Decide) -> datetime:
+        """Run a transaction of the store, and time it. Raises StoreError."""
+        self.transactions += 1
+        self._phase_began, has_decided = self._clock(), False
+
+        def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
+            nonlocal has_decided
+            self.aborted += has_decided  # an earlier attempt had decided, so it was aborted
+            self._locked_at, self._now = self._end(CLAIM), now  # after an abort, this includes the commit that failed
+            changes = decide(rows, now)
+            has_decided, self._phase_began = True, self._clock()
+            return changes
+
+        try:
+            return store.claim(claim.locks, timed, may_delay=claim.may_delay)
+        finally:
+            self._end(COMMIT if has_decided else CLAIM)
+
+    def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
+        """Record the answers for rows that the last transaction has locked."""
+        waited = self._end(PUBLISH) - self._locked_at
+        for row in rows:
+            if isinstance(answers.get(row.id), Published):
+                self.latencies[row.id] = max(0.0, (self._now - first_due(row)).total_seconds() + waited)
+
+    def _end(self, phase: str) -> float:
+        """Add the time since the last phase ended to this one. Return the time now."""
+        now = self._clock()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._phase_began
+        self._phase_began = now
+        return now

@@ -7,9 +7,8 @@ from datetime import datetime
 
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim, Delivered, MarkState
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED
-from publishworker.delivery.tools import Tools
 from publishworker.pubsub.failures import is_refused
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, NotSent, Published, RowChange, Skipped

@@ -1,17 +1,17 @@
 """Write the marks of a batch again after its commit failed, without publishing again."""
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
 from publishworker.delivery.claim import Claim, MarkState, Unmarked
 from publishworker.host import Host
-from publishworker.spanner.store import Decide, Store
 from publishworker.spanner.write_errors import Refused, StoreError
+
+if TYPE_CHECKING:
+    from publishworker.delivery.delivery import Delivery
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.
@@ -66,16 +66,6 @@ class SharedMarking:
         )
 
 
-class Markable(Protocol):
-    """A delivery whose marks are not written."""
-
-    def write_again(self, claim: Claim) -> None:
-        """Write what is missing in the rows of a part of the claim. Raises StoreError."""
-
-    def state_of(self, id: str) -> MarkState:
-        """Return what has happened to a task."""
-
-
 class MarkRetry:
     """Writes the marks of one batch again. If others can be written, it divides what fails into single rows."""
 
@@ -99,7 +89,7 @@ class MarkRetry:
         self._set_parts(())
 
     def begin(
-        self, batch: Markable, parts: Sequence[Claim], failed: Mapping[Claim, StoreError] = MappingProxyType({})
+        self, batch: "Delivery", parts: Sequence[Claim], failed: Mapping[Claim, StoreError] = MappingProxyType({})
     ) -> None:
         """Prepare to write these parts. `failed` has those that Spanner has refused already, with the errors."""
         self.has_begun = True
@@ -182,19 +172,3 @@ class MarkRetry:
         for id in part.ids:
             ids.setdefault(self._batch.state_of(id), []).append(id)
         return [Unmarked(part.part(of_state), str(error), state, given_up) for state, of_state in ids.items()]
-
-
-def release_heads(
-    claim: Claim, store: Store, *, skip_dead: bool, transact: Callable[[Claim, Decide], datetime]
-) -> None:
-    """Make the first task of each ordering key ready, if another worker has deferred it while the batch had no locks.
-
-    The batch has lost its locks by an abort or a failed commit. `transact` itself releases the deferred heads among the
-    rows that it locks, so nothing else is written. If Spanner does not answer, the keys wait until the deferrals end.
-    """
-    if not claim.keys:
-        return
-    with contextlib.suppress(StoreError):
-        deferred = claim.of_deferred(store.key_heads(claim.keys, 1, skip_dead=skip_dead))
-        if deferred.tasks:
-            transact(deferred, lambda _rows, _now: {})

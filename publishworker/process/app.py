@@ -21,9 +21,9 @@ from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
+from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
-from publishworker.delivery.tools import Tools
 from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process import exits

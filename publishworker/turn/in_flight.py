@@ -10,9 +10,8 @@ from typing import NoReturn
 
 from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Claim, Delivered, Kind, Unmarked
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.kinds import Deferral, MarkFirst
-from publishworker.delivery.tools import Tools
 from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import TopicKey
@@ -79,7 +78,6 @@ class _Entry:
     delivery: Delivery
     seconds_since_begin: float = 0.0  # since its last transaction began, as of the last check
     transactions: int = 0
-    straggler: bool = False  # a turn has stopped waiting for this batch, and later turns do not wait for it
     reported: bool = False  # its Delivered is reported; if it is still in flight, it marks tasks again
 
 
@@ -104,6 +102,7 @@ class InFlight:
         self._host = tools.host
         self._clock = tools.host.clock
         self._running: dict[_Entry, Thread] = {}
+        self._started: list[_Entry] = []  # since the last `wait`
         self._checked_at = self._clock()
         #: Pairs of an entry and a report: a Delivered, then any Unmarked and Cancelled, then None. If the batch fails,
         #: its last report is the exception.
@@ -164,6 +163,7 @@ class InFlight:
         entry = _Entry(self._delivery_of(claim))
         self._running[entry] = self._host.threads.thread("batch", self._run, entry)  # OUT-DELAY-2
         self._running[entry].start()
+        self._started.append(entry)
 
     def raise_if_stuck(self) -> None:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
@@ -194,19 +194,14 @@ class InFlight:
         self._marking.shut_down()
 
     def wait(self) -> list[Delivered]:
-        """Wait until all batches of the turn have reported, at most MAX_TURN_WAIT_SECONDS.
-
-        Later waits do not wait for the ones that are left (stragglers).
-        """
+        """Wait until the batches that were started since the last wait have reported, at most MAX_TURN_WAIT_SECONDS."""
+        started, self._started = self._started, []
 
         def enough(reports: Sequence[Delivered]) -> bool:
-            awaited = any(not (entry.straggler or entry.reported) for entry in self._running)
+            awaited = any(entry in self._running and not entry.reported for entry in started)
             return not awaited and (len(reports) > 0 or not self.unreported)
 
-        reports = self._wait(enough, MAX_TURN_WAIT_SECONDS)
-        for entry in self._running:
-            entry.straggler = True
-        return reports
+        return self._wait(enough, MAX_TURN_WAIT_SECONDS)
 
     def _wait(self, enough: Callable[[Sequence[Delivered]], bool], max_seconds: float | None = None) -> list[Delivered]:
         """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.

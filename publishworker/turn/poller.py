@@ -1,4 +1,4 @@
-"""Decide what each poll reads: which shards and topics, and how many rows of each range.
+"""Decide what a turn reads: the shards, the topics and the rows of each range of a poll, and what a discovery finds.
 
 A range is the ready or the due tasks of one topic in one shard.
 """
@@ -8,23 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from publishworker.host import Host
 from publishworker.spanner.store import Store
 from publishworker.spanner.write_errors import TimedOut
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.types import FORGET_TOPIC_SECONDS, MAX_POLL_ROWS, Candidate, PollRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the next poll is to find."""
-
-    #: The number of tasks that may start now. The poll reads nothing if it is 0.
-    room: int
-    #: The tasks in flight, which no poll returns.
-    in_flight: Collection[str] = ()
-    #: Read ready ranges a second time, for priorities below this, because more urgent tasks may fill the first read.
-    below_priority: int | None = None
+from publishworker.types import FORGET_TOPIC_SECONDS, MAX_POLL_ROWS, Candidate, Discovery, PollRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +22,6 @@ class Polled:
 
     candidates: Sequence[Candidate] = ()
     cut_off: frozenset[str] = frozenset()
-    #: The poll has read only some of its ranges. Further polls must read the rest.
-    unread: bool = False
     #: The seconds that the poll took, or None if it read nothing.
     seconds: float | None = None
 
@@ -42,64 +29,54 @@ class Polled:
 class Poller:
     """Reads ready tasks at each poll, and due tasks while there may be some."""
 
-    def __init__(
-        self, store: Store, membership: Membership, topics: Topics, clock: Callable[[], float], target_rows: int
-    ) -> None:
+    def __init__(self, store: Store, membership: Membership, topics: Topics, host: Host, target_rows: int) -> None:
         """A poll aims at `target_rows` rows."""
         self._store = store
         self._membership = membership
         self._topics = topics
-        self.known = KnownTopics(clock)
+        self._host = host
+        self.known = KnownTopics(host.clock)
         #: Limits the ranges that one read of the index AsynchronousTasksToSend has: a poll, a discovery, or the next
         #: due time.
         self.read_size = ReadSize(MAX_POLL_ROWS)
         self._poll_size = PollSize(target_rows, len(membership.shards))
-        self._clock = clock
-        #: Where the next poll continues if it reads only a part of the shards or topics.
-        self._shards, self._first_topic = Rotation(), 0
-        #: If one poll can read only a part of the ranges, several polls make a round. For the current round: the number
-        #: of pairs of shard and topic still to read, the topics found, and whether due tasks were found.
-        self._left_pairs = 0
-        self._seen: set[str] = set()
-        self._seen_due = False
 
-    def poll(self, wanted: Wanted) -> Polled:
-        """Return candidates, except those of unavailable topics. Raises StoreError."""
-        if not wanted.room:
+    def poll(self, room: int, in_flight: Collection[str] = (), below_priority: int | None = None) -> Polled:
+        """Return candidates, except those of unavailable topics and the tasks `in_flight`. Raises StoreError.
+
+        `room` is the number of tasks that may start now. The poll reads nothing if it is 0. With `below_priority`, it
+        reads the ready ranges a second time, for lower priorities, because more urgent tasks may fill the first read.
+        """
+        if not room:
             return Polled()
-        began, unavailable = self._clock(), self._topics.unavailable
+        began, unavailable = self._host.clock(), self._topics.unavailable
         request = PollRequest(
             shards=self._membership.shards,
             topics=self.known.polled.difference(unavailable),  # OUT-DELAY-3
             per_range=self._poll_size.per_range,
             due=self.known.may_be_due,
-            below_priority=wanted.below_priority,
+            below_priority=below_priority,
         )
-        part = self._next_part(request)
+        part = self._part(request)
         self._poll_size.lower_to(MAX_POLL_ROWS // max(1, part.ranges))
         part = replace(part, per_range=self._poll_size.per_range)
         with self.read_size.reading(part.ranges):
             candidates = self._store.poll(part) if part.topics else []
-        found = [each for each in candidates if each.id not in wanted.in_flight]
-        self._poll_size.adapt(_by_range(candidates), len(found), wanted.room)
-        self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
-        self._note(candidates, unavailable)
-        return Polled(found, self._poll_size.cut_off, unread=self._left_pairs > 0, seconds=self._clock() - began)
-
-    def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str]) -> None:
-        """Note the topics of the candidates.
-
-        After the last part, decide whether to read due tasks, and stop polling topics without candidates.
-        """
-        self._seen.update(each.topic for each in candidates)
-        self._seen_due |= any(each.available_at is not None for each in candidates)
-        if self._left_pairs > 0:
-            return
-        self._left_pairs = 0
-        self.known.note_candidates(self._seen)
+        found = [each for each in candidates if each.id not in in_flight]
+        self._poll_size.adapt(_by_range(candidates), len(found), room)
+        self.known.note_candidates(each.topic for each in candidates)
         self.known.forget_old(unavailable)
-        self.known.may_be_due = self._seen_due
-        self._seen, self._seen_due = set(), False
+        if part.pairs == request.pairs:  # otherwise the tasks that are due may be in another part
+            self.known.may_be_due = any(each.available_at is not None for each in candidates)
+        return Polled(found, self._poll_size.cut_off, seconds=self._host.clock() - began)
+
+    def shards_for(self, number: int) -> tuple[int, ...]:
+        """Return the worker's shards, or `number` of them, which are drawn at random: others are read by later reads.
+
+        OUT-LOSS-2: so a database that is too slow for one read of all shards sends the tasks of each.
+        """
+        shards, number = self._membership.shards, max(1, number)
+        return shards if number >= len(shards) else tuple(self._host.random.sample(shards, number))
 
     def find_next_due(self) -> float | None:
         """Return the seconds until a task of an available topic is due, 0 if one is already, or None if none will be.
@@ -115,18 +92,15 @@ class Poller:
         self.known.may_be_due |= seconds is not None
         return seconds
 
-    def _next_part(self, request: PollRequest) -> PollRequest:
-        """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
+    def _part(self, request: PollRequest) -> PollRequest:
+        """Return the request, or a part that one read may have: some of the shards, or some of the topics of one."""
         max_pairs = max(1, self.read_size.limit * request.pairs // max(1, request.ranges))
-        topics = sorted(request.topics)
         if request.pairs <= max_pairs:
             return request
-        if len(topics) <= max_pairs:
-            return replace(request, shards=self._shards.next(request.shards, max_pairs // len(topics)))
-        first = self._first_topic if self._first_topic < len(topics) else 0
-        self._first_topic = first + max_pairs
-        shards = self._shards.next(request.shards, 1, stay=first + max_pairs < len(topics))
-        return replace(request, shards=shards, topics=frozenset(topics[first : first + max_pairs]))
+        if (number := len(request.topics)) <= max_pairs:
+            return replace(request, shards=self.shards_for(max_pairs // number))
+        topics = self._host.random.sample(sorted(request.topics), max_pairs)
+        return replace(request, shards=self.shards_for(1), topics=frozenset(topics))
 
 
 def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
@@ -246,15 +220,112 @@ class ReadSize:
             self.limit = min(self._max_ranges, self.limit + 1 + self.limit // 10)
 
 
-class Rotation:
-    """Chooses shards if one read cannot have all of them. Each read continues where the last one ended (OUT-LOSS-2)."""
+#: Before a poll and before batches start, workers, layouts and controls are read again if the last read is older than
+#: this. This happens after a long pause, a slow read, or a suspension of the process.
+MAX_READ_AGE_SECONDS = 2.0
 
-    def __init__(self) -> None:
-        self._first = 0
 
-    def next(self, shards: tuple[int, ...], number: int, *, stay: bool = False) -> tuple[int, ...]:
-        """Return `number` of the shards, at least one. If the next read is to `stay`, it begins with the same shard."""
-        number = min(max(1, number), len(shards))
-        first = self._first % len(shards)
-        self._first = first if stay else first + number
-        return (*shards[first:], *shards[:first])[:number]
+class Discoverer:
+    """Applies what it reads to the membership, the topic controls and the known topics. Its methods raise StoreError.
+
+    A discovery reads workers, layouts, controls and the names of unknown topics. A refresh reads all but the topics, so
+    it also works while a reshard drops an index.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        membership: Membership,
+        topics: Topics,
+        poller: Poller,
+        clock: Callable[[], float],
+        *,
+        seconds: float,
+    ) -> None:
+        """Discover every `seconds`."""
+        self._store = store
+        self._membership = membership
+        self._topics = topics
+        self._poller, self._known, self._read_size = poller, poller.known, poller.read_size
+        self._clock = clock
+        self._seconds = seconds
+        #: When the last read began. A new relay knows no topics, so its first poll reads nothing and needs no controls.
+        self._read_at = clock()
+        self._discovered_at = float("-inf")
+        self._discovered_shards: tuple[int, ...] = ()
+        #: True from `note_insert` until the next discovery.
+        self._insert_reported = False
+        #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
+        self._in_turn = False
+        #: Whether `begin_turn` has discovered and found nothing new. Then `end_turn` does not discover again.
+        self._discovered_nothing = False
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that have, or recently had, unsent tasks, except paused ones."""
+        return self._known.recent - self._topics.paused
+
+    def note_insert(self) -> None:
+        """Note that a task was inserted, perhaps one of an unknown topic."""
+        self._insert_reported = True
+
+    def begin_turn(self) -> None:
+        """Discover if the last read is outdated. After a failed turn, refresh instead.
+
+        A reshard may have dropped an index that a discovery reads.
+        """
+        failed, self._in_turn, self._discovered_nothing = self._in_turn, True, False
+        if failed:
+            self._read_at = float("-inf")
+            self.refresh()
+        if self._is_outdated():
+            # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
+            self._known.forget_old(self._topics.unavailable)
+            self._discovered_nothing = not self._discover()
+
+    def refresh(self) -> None:
+        """Read workers, layouts and controls if the last read of them is outdated."""
+        if self._is_outdated():
+            began = self._clock()
+            self._apply(self._store.discover((), ()), began)
+
+    def end_turn(self, *, started_nothing: bool) -> bool:
+        """Discover if it is time. Return whether there are new topics or shards to poll.
+
+        It is time every `seconds`, after a change of the worker's shards, and after a reported insert if this turn had
+        room but started no batch (`started_nothing`).
+        """
+        is_time = (
+            self._clock() - self._discovered_at >= self._seconds
+            or self._membership.shards != self._discovered_shards
+            or (self._insert_reported and started_nothing)
+        )
+        poll_again = is_time and not self._discovered_nothing and self._discover()
+        self._in_turn = False
+        return poll_again
+
+    def _is_outdated(self) -> bool:
+        return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
+
+    def _discover(self) -> bool:
+        """Discover. Return whether there are new topics or shards to poll.
+
+        If the discovery has found topics, the next one follows at once, because one read finds at most one new topic
+        between two neighboring known names.
+        """
+        shards, known, began = self._membership.shards, self._known.polled, self._clock()
+        part = self._poller.shards_for(self._read_size.limit // (len(known) + 1))
+        with self._read_size.reading(len(part) * (len(known) + 1)):
+            found = self._store.discover(part, known, workers=self._membership.reads_workers)
+        self._known.note_discovered(found.topics)
+        again = bool(found.topics)
+        self._discovered_at = float("-inf") if again else self._clock()
+        self._discovered_shards, self._insert_reported = shards, False
+        self._apply(found, began)
+        return again or shards != self._membership.shards
+
+    def _apply(self, found: Discovery, began: float) -> None:
+        if found.workers is not None:
+            self._membership.assign(found.workers)
+        self._topics.apply(found.controls, self._membership.size)
+        self._read_at = began

@@ -5,15 +5,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim, Delivered, turn_counts
-from publishworker.delivery.tools import Tools
+from publishworker.delivery.delivery import Tools
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
-from publishworker.turn.discovery import Discoverer
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering
-from publishworker.turn.poller import Polled, Poller
-from publishworker.turn.selection import Selection, Selector
+from publishworker.turn.poller import Discoverer, Polled, Poller
+from publishworker.turn.selection import Selector
 from publishworker.types import CircuitState, Next, Turn
 
 
@@ -49,7 +48,7 @@ class Relay:
         self._woken = host.threads.event()
         self._topics = Topics(host)
         self._in_flight = InFlight(tools, limits, reporter)
-        self._poller = Poller(store, membership, self._topics, host.clock, limits.places * limits.batch_size)
+        self._poller = Poller(store, membership, self._topics, host, limits.places * limits.batch_size)
         self._discoverer = Discoverer(
             store, membership, self._topics, self._poller, host.clock, seconds=discovery_seconds
         )
@@ -68,15 +67,16 @@ class Relay:
         earlier = self._in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
         self._discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
-        polled = self._poller.poll(self._selector.wanted())
+        # Without the tasks in flight, even if their batches end meanwhile: the poll may read them before their marks.
+        polled = self._poller.poll(self._selector.room, self._in_flight.ids(), self._selector.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
-        selection = Selection() if stopping() else self._selector.select(resolved, polled)
-        self._start(selection.claims)  # each batch on a thread of its own
-        poll_again |= self._discoverer.end_turn(started_nothing=not selection.claims and self._in_flight.has_room)
-        later = self._in_flight.wait() if selection.waits else self._in_flight.collect()
+        claims, waits = ((), False) if stopping() else self._selector.select(resolved, polled)
+        self._start(claims)  # each batch on a thread of its own
+        poll_again |= self._discoverer.end_turn(started_nothing=not claims and self._in_flight.has_room)
+        later = self._in_flight.wait() if waits else self._in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)
-        return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
+        return self._report_turn(polled, earlier + later, waits=waits, poll_again=poll_again)
 
     @property
     def load(self) -> Load:
@@ -148,19 +148,18 @@ class Relay:
                 self._in_flight.start(permitted)
 
     def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, poll_again: bool) -> Turn:
-        next_turn = Next.after(
-            progress=poll_again or polled.unread,
-            in_vain=waits and not delivered and bool(self._in_flight.unreported),
-            unfinished=bool(polled.candidates or delivered or self._in_flight),
-        )
+        next_turn = Next.SOON if polled.candidates or delivered or self._in_flight else Next.LATER
+        if poll_again:
+            next_turn = Next.AT_ONCE
+        elif waits and not delivered and self._in_flight.unreported:
+            next_turn = Next.STILL_WAITING
         turn = replace(
             turn_counts(delivered),
             polled=len(polled.candidates),
             poll_seconds=polled.seconds,
             in_flight=len(self._in_flight),
             next=next_turn,
-            seconds_to_retry=self._topics.seconds_until_available(),
-            seconds_to_controls=self._topics.seconds_to_controls,
+            seconds_to_change=self._topics.seconds_to_change,
         )
         self._reporter.report_turn(turn)
         return turn

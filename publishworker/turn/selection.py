@@ -11,22 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Delivered
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import MAX_IN_FLIGHT_BYTES, InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.turn.poller import Polled, Wanted
+from publishworker.turn.poller import Polled
 from publishworker.types import Candidate
-
-
-class Selection(NamedTuple):
-    """The batches to start."""
-
-    claims: Sequence[Claim] = ()
-    #: Whether the turn should wait for a batch to end, because more tasks may then start.
-    waits: bool = False
 
 
 class FairShare:
@@ -89,14 +80,15 @@ class Selector:
         self._random = random
         self._fair_share = FairShare(self._limits.fair_share)
 
-    def wanted(self) -> Wanted:
-        """Return what the next poll is to find.
+    @property
+    def room(self) -> int:
+        """Return the number of tasks that may start now."""
+        return self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
 
-        It leaves out the tasks that are in flight now, even if their batches end meanwhile. Otherwise the turn could
-        start these tasks again, because the poll may have read them before they were marked.
-        """
-        tasks = self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
-        return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
+    @property
+    def below_priority(self) -> int | None:
+        """See FairShare."""
+        return self._fair_share.below_priority
 
     def follow_ups(self, delivered: Sequence[Delivered]) -> list[Claim]:
         """Return batches for the at-most-once tasks that finished batches have skipped.
@@ -107,15 +99,16 @@ class Selector:
         claims = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
         return claims[: self._in_flight.free]
 
-    def select(self, resolved: ResolvedKeys, polled: Polled) -> Selection:
-        """Choose the batches to start in addition to those in flight.
+    def select(self, resolved: ResolvedKeys, polled: Polled) -> tuple[Sequence[Claim], bool]:
+        """Return the batches to start in addition to those in flight, and whether the turn should wait for one to end.
 
+        More tasks may then start.
         Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
         deferrals, each poll would return the same blocked tasks.
         """
         in_flight, cut_off = self._in_flight, polled.cut_off
         if not in_flight.has_room:
-            return Selection(waits=True)
+            return (), True
         deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates)
         lower = self._fair_share.choose(candidates)
@@ -136,8 +129,7 @@ class Selector:
         highest = max((each.priority for each in candidates), default=None)
         given = sum(any(claim is each for each in claims) for claim in for_lower)
         self._fair_share.count(len(claims), given, highest if tasks_left else None)
-        waits = bool(deferrals or batches or resolved.left_out)
-        return Selection(deferrals + claims, waits)
+        return deferrals + claims, bool(deferrals or batches or resolved.left_out)
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:
         places = self._limits.places // (2 if nothing_else else 4)

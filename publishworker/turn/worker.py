@@ -1,6 +1,7 @@
 """The worker's loop: when the next turn runs, what happens while Spanner is unavailable, how it stops."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -110,15 +111,14 @@ class Worker:
         seconds = self._pauses.next(self._idle_interval())
         if seconds > self._poll_interval:
             seconds = self._limit_long_pause(seconds, turn)
-        seconds = min(seconds, turn.seconds_to_controls)
-        return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
+        return min(seconds, turn.seconds_to_change)
 
     def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
         """Shorten the pause to the next event that no change stream reports: a due task, or a worker that times out."""
         if turn.next is Next.SOON:
             return self._poll_interval
         due = self._relay.find_next_due()
-        self._membership.idle = due is None and turn.seconds_to_retry is None
+        self._membership.idle = due is None and turn.seconds_to_change == math.inf
         if due is not None:
             seconds = min(seconds, due or self._poll_interval)  # 0: a task is due already, or one read cannot tell
         return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))

@@ -22,8 +22,7 @@ from publishworker.pubsub.messages import Lane
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics import availability
-from publishworker.topics.availability import Topics
-from publishworker.topics.circuit_breaker import CircuitBreakers
+from publishworker.topics.availability import CircuitBreakers, Topics
 from publishworker.turn import membership, poller, selection
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
@@ -106,9 +105,9 @@ def late_mark(real: Any) -> Any:
 
 
 def first_found_only(real: Any) -> Any:
-    """Return `_next_part` that misses the topics that a discovery has found again, whose time of polling is doubled.
+    """Return `_part` that misses the topics that a discovery has found again, whose time of polling is doubled.
 
-    It names others instead: with fewer ranges, the poll would seem a part of a round, and turns would have no end.
+    It names others instead: with fewer ranges, the poll would seem a part of what there is to read.
     """
 
     def ours(self: Poller, request: PollRequest) -> Any:
@@ -210,7 +209,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
-    "a topic without candidates is found again": (Poller, "_next_part", first_found_only),
+    "a topic without candidates is found again": (Poller, "_part", first_found_only),
     "a topic with only dead tasks is discovered less and less often": (
         poller, "FORGET_TOPIC_SECONDS", lambda _: KEEP_POLLING_SECONDS
     ),
@@ -219,7 +218,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task that met an outage shares no request": (CircuitBreakers, "_update_suspects", always(None)),
     "a refused request that there was no time to split is remembered": (publisher, "MAX_SEND_ALONE", lambda _: 0),
     "due tasks are polled": (
-        Poller, "_next_part", lambda real: lambda self, request: real(self, replace(request, due=False))
+        Poller, "_part", lambda real: lambda self, request: real(self, replace(request, due=False))
     ),
     "a worker goes on after an outage": (
         Worker, "_note_outage", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()

@@ -6,9 +6,9 @@ from random import Random
 from typing import Any
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
+from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
-from publishworker.delivery.tools import Tools
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store

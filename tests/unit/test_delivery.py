@@ -9,9 +9,8 @@ import pytest
 
 from outbox.message import RawPubsubMessage
 from publishworker.delivery.claim import Cancelled, Delivered, Kind
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import SharedMarking
-from publishworker.delivery.tools import Tools
 from publishworker.host import Host
 from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.in_flight import delivery_of

@@ -125,7 +125,7 @@ def test_a_first_failure_is_retried_soon_and_repeated_ones_more_and_more_slowly(
 
 def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
     """A topic that soon has tokens is polled then; one that has none for long delays no other."""
-    assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
+    assert Script(Turn(seconds_to_change=0.01), Turn(seconds_to_change=60.0), IDLE).run() == [0.01, near(0.1)[0]]
 
 
 @pytest.mark.parametrize(("turn", "due"), [(IDLE, 0.0), (Turn(next=Next.SOON), None)])
@@ -225,7 +225,7 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "due"), [(IDLE, 1000.0), (Turn(next=Next.SOON), None), (Turn(seconds_to_retry=1000.0), None)]
+    ("turn", "due"), [(IDLE, 1000.0), (Turn(next=Next.SOON), None), (Turn(seconds_to_change=1000.0), None)]
 )
 def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn, due: float | None) -> None:
     """If it crashes, others must send the tasks of its batches, of topics whose circuit was open, and due ones."""
