@@ -34,6 +34,9 @@ from publishworker.types import (
     Version,
 )
 
+#: Seconds to publish a batch. Its transaction is idle meanwhile, and Spanner may abort it after 10 s.
+PUBLISH_SECONDS = 5.0
+
 _T = TypeVar("_T", Skipped, NotSent, Deferred)
 
 
@@ -44,8 +47,6 @@ class Tools:
     store: Store
     publisher: Publisher
     policy: RetryPolicy
-    #: The time limit for publishing one batch.
-    publish_seconds: float
     #: What all batches share when they mark again.
     marking: SharedMarking
     host: Host = field(default_factory=Host)
@@ -191,7 +192,7 @@ class Delivery:
         """Publish rows that the last transaction has locked. Tasks that failed before share no request."""
         if rows:
             tools, alone = self._tools, rules.published_alone(self.claim, rows)
-            answers = tools.publisher.publish(self.claim.destination, rows, tools.publish_seconds, alone)
+            answers = tools.publisher.publish(self.claim.destination, rows, PUBLISH_SECONDS, alone)
             self._timing.published(rows, answers)
             self._results.answers |= answers
 

@@ -48,8 +48,6 @@ from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
-#: Seconds to publish a batch. Its transaction is idle meanwhile, and Spanner may abort it after 10 s.
-PUBLISH_SECONDS = 5.0
 #: Max bytes of messages in a batch.
 BATCH_BYTES = 8_000_000
 #: Part of the batches for lower priorities while tasks of higher ones keep arriving.
@@ -226,7 +224,6 @@ def relay_of(
             store=store,
             publisher=publisher,
             policy=policy,
-            publish_seconds=PUBLISH_SECONDS,
             marking=SharedMarking(host, marking_seconds),
             host=host,
         ),

@@ -100,9 +100,8 @@ class Selector:
         return claims[: self._in_flight.free]
 
     def select(self, resolved: ResolvedKeys, polled: Polled) -> tuple[Sequence[Claim], bool]:
-        """Return the batches to start in addition to those in flight, and whether the turn should wait for one to end.
+        """Return the batches to start, and whether the turn should wait for a batch to end, as more may then start.
 
-        More tasks may then start.
         Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
         deferrals, each poll would return the same blocked tasks.
         """

@@ -35,9 +35,9 @@ Relay.turn = blocked
 #: A tenth of the limits that add up to the max time between two heartbeats.
 SHORT_LIMITS = """
 from publishworker.turn import worker
-from publishworker.process import app
+from publishworker.delivery import delivery
 from publishworker.spanner import store
-app.PUBLISH_SECONDS = 0.4
+delivery.PUBLISH_SECONDS = 0.4
 store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.OUTAGE = 3.0, 0.5, worker.OUTAGE._replace(most=0.5)
 """
 

@@ -50,7 +50,6 @@ def relay_of(
             store=store,
             publisher=publisher,
             policy=policy(random=host.random, skip_dead=options.pop("skip_dead", False), **(retries or {})),
-            publish_seconds=5,
             marking=SharedMarking(host, options.pop("shutdown_seconds", 0.0)),
             host=host,
         ),

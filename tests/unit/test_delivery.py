@@ -47,7 +47,7 @@ class Bench(FakePublisher):
 
     def batch(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivery:
         tools = Tools(
-            store=self.store, publisher=self, policy=policy(skip_dead=skip_dead), publish_seconds=5,
+            store=self.store, publisher=self, policy=policy(skip_dead=skip_dead),
             marking=SharedMarking(Host()), host=Host(clock=lambda: self.seconds),
         )  # fmt: skip
         return delivery_of(claim_of("orders", *ids, **batch), tools)
