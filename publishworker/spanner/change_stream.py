@@ -88,10 +88,11 @@ class ChangeStream:
             if not self._follows():
                 self._stopped.wait(MAX_SILENCE_SECONDS)
                 continue
-            attempt = _Attempt()
+            attempt, pause = _Attempt(), 0.0
             try:
                 self._follow(attempt)
             except Exception as error:
+                pause = self._retry.next()
                 if is_lost_session(error):  # only then: each new database starts a thread of the client
                     self._database = self._database.renewed()
                 if not (self._failed or self._stopped.is_set()):
@@ -102,7 +103,7 @@ class ChangeStream:
                     )  # fmt: skip
             attempt.given_up, self._heard = True, {}
             self._inserted()
-            self._stopped.wait(self._retry.next())
+            self._stopped.wait(pause)
 
     def _follow(self, attempt: _Attempt) -> None:
         """Find the partitions, and read each on a thread, until one fails or ends. Raises its error.

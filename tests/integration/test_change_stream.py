@@ -55,9 +55,15 @@ def test_an_insert_is_told_and_a_mark_is_not(
         [id] = register(streamed, "orders", 1)
         assert inserted.wait(20)
         inserted.clear()
-    with streamed.batch() as batch:
-        batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
-    assert not inserted.wait(1)
+
+    def is_told_of_a_mark() -> bool:
+        inserted.clear()
+        with streamed.batch() as batch:
+            batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
+        return inserted.wait(1)
+
+    # The emulator ends a partition after half a minute, and then the stream wakes the worker.
+    assert not all(is_told_of_a_mark() for _ in range(3))
 
 
 def test_a_missing_stream_is_logged_once(
