@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,7 @@ from outbox.program.settings import (
 from outbox.program.terminal import escaped
 
 MAX_TOPIC_CHARACTERS = 400
-#: Max bytes of a line of a file that a user passes. The longest is a file of topic controls without line breaks.
-MAX_LINE_BYTES = 10_000_000
-#: Max bytes of such a file: the JSON of some 500,000 tasks. It is read into memory.
+#: Max bytes of a file that a user passes: the JSON of some 500,000 tasks. It is read into memory.
 MAX_FILE_BYTES = 250_000_000
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
@@ -78,7 +76,7 @@ def command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=HelpFormatter, parents=[global_flags()]
     )
-    parser.set_defaults(**{"run": run, "command": name} if run else {"words": [name]})
+    parser.set_defaults(**{"run": run, "command": name} if run else {"parser": parser})
     return parser
 
 
@@ -171,30 +169,17 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 def read_text(file: str, source: str = "") -> str:
     """Return the text of a file, or of stdin if it is `-`. Raises SettingError, which begins with `source`."""
-    try:
-        return b"".join(read_lines(file, source)).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SettingError(f"{_named(file, source)} is not UTF-8: {error.reason} at byte {error.start:,}") from None
-
-
-def read_lines(file: str, source: str = "") -> Iterator[bytes]:
-    """Yield the lines of a file, as `read_text` reads it. Raises SettingError, also if it is too large to be a list."""
-    size = 0
+    named = source + ("stdin" if file == "-" else repr(file))
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                if len(line) > MAX_LINE_BYTES:
-                    raise SettingError(f"{_named(file, source)} has a line of more than {MAX_LINE_BYTES:,} bytes")
-                size += len(line)
-                if size > MAX_FILE_BYTES:
-                    raise SettingError(f"{_named(file, source)} has more than {MAX_FILE_BYTES:,} bytes. Split it")
-                yield line
+            found = stream.read(MAX_FILE_BYTES + 1)
+        if len(found) > MAX_FILE_BYTES:
+            raise SettingError(f"{named} has more than {MAX_FILE_BYTES:,} bytes. Split it")
+        return found.decode("utf-8-sig")
     except OSError as error:
-        raise SettingError(f"{_named(file, source)} cannot be read: {error.strerror}") from None
-
-
-def _named(file: str, source: str) -> str:
-    return source + ("stdin" if file == "-" else repr(file))
+        raise SettingError(f"{named} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{named} is not UTF-8: {error.reason} at byte {error.start:,}") from None
 
 
 def full_ids(table: "admin.table.TaskTable", options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:

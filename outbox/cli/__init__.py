@@ -5,7 +5,6 @@ cannot be written, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -54,7 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="outbox",
-        description="The transactional outbox for Spanner and Pub/Sub. `outbox help COMMAND` describes one command.",
+        description="The transactional outbox for Spanner and Pub/Sub. `outbox COMMAND --help` describes one command.",
         formatter_class=flags.HelpFormatter,
         parents=[flags.global_flags()],
     )
@@ -70,8 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION, _complete)
     shell = one_of("bash", "zsh", "fish")
     flags.add(completing, "shell", shell, f"The shell: {shell.allowed}", metavar="SHELL", choices=shell.choices)
-    helping = flags.command(commands, "help", "describe a command", "Describe a command, or list all commands.", _help)
-    helping.add_argument("words", nargs="*", metavar="COMMAND", help="A command; without it, all are listed.")
     return parser
 
 
@@ -84,6 +81,5 @@ def _complete(options: argparse.Namespace) -> int:
 
 
 def _help(options: argparse.Namespace) -> int:
-    with contextlib.suppress(SystemExit):  # argparse exits after it has printed the help
-        options.parser.parse_args([*getattr(options, "words", []), "--help"])
+    options.parser.print_help()
     return 0

@@ -180,7 +180,7 @@ def test_a_selection_uses_the_databases_time():
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
-        ("retry --ids-file /dev/zero", "--ids-file: '/dev/zero' has a line of more than 10,000,000 bytes"),
+        ("retry --ids-file /dev/zero", "--ids-file: '/dev/zero' has more than 250,000,000 bytes"),
     ],
 )
 def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
@@ -253,8 +253,7 @@ def test_the_health_check_accepts_no_abbreviation(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "title"),
     [
-        ("", "usage: outbox "), ("help", "usage: outbox "), ("help retry", "usage: outbox retry "),
-        ("schema", "usage: outbox schema "), ("help schema apply", "usage: outbox schema apply "),
+        ("", "usage: outbox "), ("schema", "usage: outbox schema "),
     ],
 )  # fmt: skip
 def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytest.CaptureFixture[str]):
