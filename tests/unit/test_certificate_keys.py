@@ -32,6 +32,8 @@ class Kms:
 
     algorithm = "EC_SIGN_P256_SHA256"
     signs_with = PRIVATE
+    #: What is lost at the end of the digest on its way, and replaced by zeros.
+    damaged = 0
     status: grpc.StatusCode | None = None
 
     def get_public_key(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -40,8 +42,9 @@ class Kms:
         return kms.PublicKey(name=request.name, pem=pem(PRIVATE).decode(), algorithm=self.algorithm)
 
     def sign(self, request: Any, _: grpc.ServicerContext) -> Any:
+        came = request.digest.sha256[: 32 - self.damaged] + bytes(self.damaged)
         digest = utils.Prehashed(hashes.SHA256())
-        return kms.AsymmetricSignResponse(signature=self.signs_with.sign(request.digest.sha256, ec.ECDSA(digest)))
+        return kms.AsymmetricSignResponse(signature=self.signs_with.sign(came, ec.ECDSA(digest)))
 
 
 @pytest.fixture
@@ -83,6 +86,10 @@ def test_cloud_kms_signs_what_openssl_verifies(service: tuple[Kms, Any], tmp_pat
 
 def test_a_key_of_cloud_kms_that_cannot_sign_is_refused(service: tuple[Kms, Any]):
     answers, client = service
+    answers.damaged = 1  # which CRC32C would notice, too
+    with pytest.raises(NotReached, match=f"returned a signature that is not of {NAME}"):
+        keys.kms_signer(NAME, client).sign(b"")
+    answers.damaged = 0
     answers.signs_with = ec.generate_private_key(ec.SECP256R1())
     with pytest.raises(NotReached, match="returned a signature that is not of"):
         keys.kms_signer(NAME, client).sign(b"")
