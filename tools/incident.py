@@ -8,7 +8,7 @@ import base64
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from publishworker.process import app, gauges
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
+from publishworker.turn import membership
 
 #: How many times as long the hour seems.
 SPEED = 15
@@ -43,7 +44,7 @@ ANN, BOB = (
 )
 #: The key and the times of all rows.
 _STRETCHED = {
-    "AsynchronousTasks": ("Id", "CreatedAt", "SentAt"),
+    "AsynchronousTasks": ("Id", "CreatedAt", "SentAt", "DueAt"),
     "AsynchronousTaskOperations": ("OperationId", "StartedAt", "FinishedAt", "SeenAt"),
 }
 
@@ -68,6 +69,7 @@ def played(made: stage.Stage, register: Callable[[Database, int], None]) -> Iter
     with (
         mock.patch.object(app, "History", Quick),
         mock.patch.object(gauges, "REPORT_SECONDS", 1.0),
+        mock.patch.object(membership, "HEARTBEAT_INTERVAL_SECONDS", 2.0),
         mock.patch.object(gauges, "COUNT", SimpleNamespace(first=0.5, after=lambda _seconds: 0.0)),
         mock.patch.object(admin.backlog, "STALENESS", admin.backlog.STALENESS / SPEED),
         contextlib.ExitStack() as workers,
@@ -128,8 +130,13 @@ def _stretch(database: Database) -> None:
         with database.snapshot() as snapshot:
             rows = list(snapshot.read(table, (id, *columns), KeySet(all_=True)))
         for chunk in chunked(rows, 50):
-            times = ([at and now - SPEED * max(now - at, timedelta()) for at in found] for _, *found in chunk)
+            times = ([_stretched(now, at) for at in found] for _, *found in chunk)
             _update(database, table, (id, *columns), [(row[0], *each) for row, each in zip(chunk, times, strict=True)])
+
+
+def _stretched(now: datetime, at: datetime | None) -> datetime | None:
+    """Return a time of the quick hour. A scheduled task stays due in the future."""
+    return at if at is None or at > now else now - SPEED * (now - at)
 
 
 def _update(database: Database, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -25,7 +25,6 @@ TOPICS = 50
 #: A value for each minute, the current one last. None is a gap: nothing has counted it, or it is not complete yet.
 Values: TypeAlias = Sequence[float | None]
 _NONE: Values = (None,) * MINUTES
-_Rings: TypeAlias = Sequence[Mapping[str, Values]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,13 +92,12 @@ class History:
 
     def published(self, topic: str | None = None) -> Values:
         """Return the numbers of published tasks."""
-        return self._counted("published", self._rings(topic))
+        return self._counted(topic, "published")
 
     def failed(self, topic: str | None = None) -> dict[str, Values]:
         """Return the numbers of failed attempts by reason."""
-        rings = self._rings(topic)
-        names = sorted({name for each in rings for name in each if name.startswith(":")})
-        return {name.removeprefix(":"): self._counted(name, rings) for name in names}
+        names = {name for each in self._histories for name in _series(each, topic) if name.startswith(":")}
+        return {name.removeprefix(":"): self._counted(topic, name) for name in sorted(names)}
 
     def latency(self, topic: str | None = None) -> tuple[Values, Values]:
         """Return the latencies in seconds that half of the tasks, and 95 % of them, did not exceed.
@@ -107,8 +105,7 @@ class History:
         Those of several workers are estimates: as if half of the tasks of a worker had taken its first figure, and the
         others its second one.
         """
-        names = ("p50", "p95", "published")
-        columns = [zip(*(ring.get(name, _NONE) for name in names), strict=True) for ring in self._rings(topic)]
+        columns = (zip(*self._values(each, topic, "p50", "p95", "published"), strict=True) for each in self._histories)
         pairs = [_quantiles(each) for each in zip(*columns, strict=True)] or [(None, None)] * MINUTES
         return [low for low, _ in pairs], [high for _, high in pairs]
 
@@ -131,21 +128,18 @@ class History:
 
     def utilization(self, worker: Worker) -> Values:
         """Return the utilization of a worker in percent."""
-        return self._ring(_dict(worker.info, "history"), None).get("busy", _NONE)
+        [busy] = self._values(_dict(worker.info, "history"), None, "busy")
+        return busy
 
     @functools.cached_property
     def _histories(self) -> list[Mapping[str, Any]]:
         return [found for seen in self.workers.values() if (found := _dict(seen.worker.info, "history"))]
 
-    def _rings(self, topic: str | None) -> _Rings:
-        return [found for each in self._histories if (found := self._ring(each, topic))]
-
-    def _ring(self, history: Mapping[str, Any], topic: str | None) -> dict[str, Values]:
-        """Return the figures of a worker, by name."""
-        series = _dict(history, "all") if topic is None else _dict(_dict(history, "topics"), topic)
-        minute = history.get("minute")
+    def _values(self, history: Mapping[str, Any], topic: str | None, *names: str) -> list[Values]:
+        """Return figures of a worker, each in the places of its minutes."""
+        series, minute = _series(history, topic), history.get("minute")
         late = self.first + MINUTES - 1 - minute if isinstance(minute, int) else MINUTES
-        return {name: _aligned(values, late) for name, values in series.items() if isinstance(values, list)}
+        return [_aligned(series.get(name), late) for name in names]
 
     @functools.cached_property
     def _complete(self) -> frozenset[int]:
@@ -158,15 +152,15 @@ class History:
     def _span(self, begin: datetime, end: datetime) -> range:
         return range(max(0, _minute(begin) - self.first), min(MINUTES - 1, _minute(end) - self.first) + 1)
 
-    def _counted(self, name: str, rings: _Rings) -> Values:
-        columns = zip(*(each[name] for each in rings if name in each), strict=True)
+    def _counted(self, topic: str | None, name: str) -> Values:
+        columns = zip(*(self._values(each, topic, name)[0] for each in self._histories), strict=True)
         sums = [sum(filter(None, column)) for column in columns] or [0] * MINUTES
         return [number if place in self._complete else None for place, number in enumerate(sums)]
 
     @functools.cached_property
     def _counting(self) -> list[int | None]:
         """Return for each minute the number of the history that has its backlog. Few workers count it."""
-        counted = [self._ring(each, None).get("pending", _NONE) for each in self._histories]
+        counted = [self._values(each, None, "pending")[0] for each in self._histories]
         return [
             next((at for at, row in enumerate(counted) if row[place] is not None), None) for place in range(MINUTES)
         ]
@@ -182,13 +176,15 @@ class History:
 
     def _backlog(self, history: Mapping[str, Any], topic: str | None) -> list[Sample | None]:
         """Return the backlog of a topic that a worker has sent. A topic without unsent tasks is not in a minute."""
-        counted, ring = self._ring(history, None).get("pending", _NONE), self._ring(history, topic)
         is_whole = topic is None or not history.get("topics_left_out") or topic in _dict(history, "topics")
         empty = Sample() if is_whole else None
-        rows = zip(counted, *(ring.get(name, _NONE) for name in ("pending", "unsent", "oldest")), strict=True)
+        columns = self._values(history, None, "pending", "oldest") + self._values(
+            history, topic, "pending", "unsent", "oldest"
+        )
         return [
-            None if total is None else empty if pending is None else Sample(pending, unsent, oldest)
-            for total, pending, unsent, oldest in rows
+            # Of a topic without due tasks, a worker sends no age.
+            None if total is None else empty if pending is None else Sample(pending, unsent, oldest or (age and 0))
+            for total, age, pending, unsent, oldest in zip(*columns, strict=True)
         ]
 
 
@@ -245,8 +241,15 @@ def _dict(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _aligned(values: Sequence[Any], late: int) -> Values:
+def _series(history: Mapping[str, Any], topic: str | None) -> Mapping[str, Any]:
+    """Return the series of a topic that a worker has sent, by name."""
+    return _dict(history, "all") if topic is None else _dict(_dict(history, "topics"), topic)
+
+
+def _aligned(values: Any, late: int) -> Values:
     """Return the last values, `late` minutes before the current one, in their places."""
+    if not isinstance(values, list) or abs(late) >= MINUTES:
+        return _NONE
     found = [each if type(each) in (int, float) and 0 <= each < 1e12 else None for each in values[-MINUTES:]]
     begin = max(0, len(found) + late)
-    return [*_NONE, *found, *_NONE][begin : begin + MINUTES] if abs(late) < MINUTES else _NONE
+    return [*_NONE, *found, *_NONE][begin : begin + MINUTES]

@@ -24,7 +24,7 @@ TOPICS = 5
 CLOSEST = 1 / 30
 OTHERS = "others"
 _STEPS = (1, 2, 5, 10)
-_DURATIONS = (60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 14_400, 28_800, 86_400)
+_DURATIONS = (15, 30, 60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 14_400, 28_800, 86_400)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Chart:
     @property
     def _step(self) -> float:
         least = self._most / 4
-        if self.is_duration and least > 30:
+        if self.is_duration and least > 10:
             return next((each for each in _DURATIONS if each >= least), math.ceil(least / 86_400) * 86_400)
         size = 10 ** math.floor(math.log10(least)) if least > (0 if self.is_duration else 1) else 1
         return next(size * each for each in _STEPS if size * each >= least)

@@ -16,6 +16,7 @@ from outbox import admin
 from outbox.admin import flags
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author, Operation
+from outbox.admin.tasks import Task
 from outbox.base.times import shown
 from outbox.console import selections
 from outbox.console.roles import Role
@@ -28,6 +29,15 @@ COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
 
 
+#: The reasons of errors after which no retry can succeed, because they are about the message.
+HOPELESS = ("undecodable", "too_large")
+
+
+def is_hopeless(error: str | None) -> bool:
+    """Tell whether no retry after this error can succeed."""
+    return (error or "").partition(":")[0] in HOPELESS
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
     """What a person may do with tasks."""
@@ -37,6 +47,10 @@ class Action:
     #: The states of the tasks that it is for.
     states: tuple[str, ...]
     effect: str
+
+    def suits(self, task: Task) -> bool:
+        """Tell whether the action is for this task."""
+        return task.state in self.states and not (self.name == "retry" and is_hopeless(task.columns["LastError"]))
 
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
@@ -55,6 +69,7 @@ class Action:
             acted=self,
             selection=selection,
             found=found,
+            hopeless=HOPELESS if self.name == "retry" and any(is_hopeless(each[1]) for each in found.groups) else (),
             query=selections.address(selection) | {"as_of": shown(now)},
             # After a failure that may have begun it, the form must not begin another one.
             operation=(visit.problem and visit.query.get("operation")) or admin.operations.new_id(),

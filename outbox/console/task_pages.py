@@ -16,7 +16,7 @@ from outbox.admin.messages import SHOWN_BYTES, readable
 from outbox.admin.operations import Operation
 from outbox.admin.tasks import Page, Task
 from outbox.console import selections
-from outbox.console.operation_pages import ACTIONS
+from outbox.console.operation_pages import ACTIONS, is_hopeless
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.errors import OutboxError
@@ -114,7 +114,8 @@ def show_one(visit: Visit) -> Response:
         task=task,
         line=_time_line(columns, status.operations if status else ()),
         of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state not in OUT_OF_KEY else (),
-        actions=[each for each in ACTIONS if task.state in each.states],
+        actions=[each for each in ACTIONS if each.suits(task)],
+        is_hopeless=task.state == "dead" and is_hopeless(columns["LastError"]),
         command=visit.command("show", columns["Id"]),
     )
 

@@ -201,7 +201,6 @@ _ENVIRONMENT.filters.update(
     time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
     clock=lambda time: f"{time:%H:%M:%S} UTC",
     filled=_filled,
-    first_word=lambda text: text.partition(":")[0],
     hour=lambda time: f"{time:%H:%M}",
     iso=lambda time: f"{time:%Y-%m-%dT%H:%M:%SZ}",
     described=described,

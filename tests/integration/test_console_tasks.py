@@ -353,6 +353,9 @@ def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(
         ("/tasks/retry?id=head", "Retry"), ("/tasks/cancel?id=head", "Cancel"),
     ]  # fmt: skip
     assert ("Not all blocked tasks were counted" in page) != is_counted
+    update(database, "head", LastError="undecodable: no message")
+    jane.app.console.status.forget()  # type: ignore[attr-defined]  # an ASGI callable
+    assert re.findall(r'href="/tasks/(\w+)', jane.get("/blocked").text) == ["cancel"]  # no retry can succeed
 
 
 MESSAGES = {

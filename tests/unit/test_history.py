@@ -114,6 +114,9 @@ def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
     hour.at(2).ring.add_backlog({"orders": 10_000}, {"orders": None})
     bound = history(hour.worker())
     assert (bound.pending("orders")[-3], bound.registered("orders")[-3]) == (10_000, None)
+    hour.at(1).ring.add_backlog({}, {"scheduled": 5})
+    hour.ring.add_ages({})
+    assert history(hour.worker()).oldest("scheduled")[-2] == 0
 
 
 def test_what_a_process_reads_itself_fills_the_gaps() -> None:
