@@ -114,9 +114,8 @@ class Chart:
 
     def paths(self) -> list[tuple[int, str]]:
         """Return the number of each series and its path, those that are drawn first at the beginning."""
-        tops = self._stacked if self.kind != "line" else list(self.shown.values())
         draw = {"line": _line, "area": _area, "bars": _bars}[self.kind]
-        return [(number, draw(values, self._top)) for number, values in reversed([*enumerate(tops)])]
+        return [(number, draw(values, self._top)) for number, values in reversed([*enumerate(self._ends)])]
 
     def rows(self) -> list[tuple[datetime, list[str]]]:
         """Return the values of each minute of a short range, and of each fifth one of an hour."""
@@ -127,17 +126,17 @@ class Chart:
         return [(datetime.fromtimestamp(60 * at, UTC), [*map(self.text, row)]) for at, row in rows][::-step]
 
     @property
-    def _stacked(self) -> list[Values]:
-        sums: list[Values] = []
+    def _ends(self) -> list[Values]:
+        """Return the upper end of each series: its values, or their sums with the series below it."""
+        ends: list[Values] = []
         for values in self.shown.values():
-            below = sums[-1] if sums else [None] * len(values)
-            sums.append([low if high is None else (low or 0) + high for low, high in zip(below, values, strict=True)])
-        return sums
+            below = ends[-1] if ends and self.kind != "line" else [None] * len(values)
+            ends.append([low if high is None else (low or 0) + high for low, high in zip(below, values, strict=True)])
+        return ends
 
     @property
     def _most(self) -> float:
-        tops = self._stacked if self.kind != "line" else self.shown.values()
-        return max((each for values in tops for each in values if each is not None), default=0)
+        return max((each for values in self._ends for each in values if each is not None), default=0)
 
     @property
     def _step(self) -> float:

@@ -28,6 +28,12 @@ TIMES = ("since", "until")
 _TYPED = re.compile(r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?))?( ?UTC)?", re.ASCII)
 #: The fields that a person fills in.
 FILTERS = ("topic", *TIMES, "error", "key", "prefix", "by")
+#: The filters that a command has no flag for.
+_LACKING = dict.fromkeys(("retry", "cancel", "purge"), ("key", "prefix", "by")) | {
+    "list": ("key", "prefix", "by", "id"),
+    "restore": ("key", "prefix"),
+    "resend": ("error", "prefix", "by"),
+}
 
 
 def read(query: QueryParams, now: datetime) -> TaskSelection:
@@ -62,14 +68,13 @@ def address(selection: TaskSelection) -> dict[str, Any]:
 def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
     """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
     query = address(selection)
-    if name == "resend" and not query["prefix"] and not query["error"]:
-        given = {each: query[each] for each in ("topic", *TIMES)}
-        return visit.command(name, *query["id"], **given, ordering_key=query["key"], to="TOPIC", **more)
-    if query["key"] or query["prefix"] or (query["by"] and name != "restore"):
+    if any(query[each] for each in _LACKING[name]):
         return None
-    if query["by"]:
-        return visit.command(name, query["by"], **{each: query[each] for each in ("topic", "error", *TIMES)}, **more)
-    given = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
-    return visit.command(
-        name, *query["id"], **given, include_expired=name == "retry" and selection.include_expired, **more
-    )
+    flags: dict[str, object] = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
+    if name == "resend":
+        flags |= {"state": None, "ordering_key": query["key"], "to": "TOPIC"}
+    elif query["by"]:
+        flags["state"] = None
+    if name == "retry":
+        flags["include_expired"] = selection.include_expired
+    return visit.command(name, *([query["by"]] if query["by"] else query["id"]), **flags, **more)

@@ -40,16 +40,11 @@ OUT_OF_KEY = ("sent", CANCELLED)
 
 def show(visit: Visit) -> Response:
     """Show a page of the tasks that match the address, or only the filter if it has a wrong value."""
+    query, selection = visit.query, None
     try:
-        return _show(visit, selections.read(visit.query, visit.console.table.now()))
+        selection = selections.read(query, visit.console.table.now())
     except Refused as problem:
-        response = _show(dataclasses.replace(visit, problem=problem), None)
-        response.status_code = problem.status
-        return response
-
-
-def _show(visit: Visit, selection: TaskSelection | None) -> Response:
-    query = visit.query
+        visit = dataclasses.replace(visit, problem=problem)
     state = (selection and selection.state) or DEFAULT_STATE
     orders = ORDERS[:2] if state in OUT_OF_KEY else ORDERS
     order = next((each for each in orders if each == query.get("order")), "newest")
@@ -62,7 +57,7 @@ def _show(visit: Visit, selection: TaskSelection | None) -> Response:
         page = _page(visit, selection, state, order)
         shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
         command = selections.command(visit, "list", shown, **{order: True, "limit": PAGE})
-    return render(
+    response = render(
         visit,
         "tasks",
         page=page,
@@ -74,6 +69,8 @@ def _show(visit: Visit, selection: TaskSelection | None) -> Response:
         actions=[each for each in ACTIONS if state in each.states],
         command=command,
     )
+    response.status_code = visit.problem.status if visit.problem else 200
+    return response
 
 
 def _page(visit: Visit, selection: TaskSelection, state: str, order: str) -> Page:

@@ -1,7 +1,6 @@
 """What a worker says about itself in the column Info of its heartbeat, for `outbox workers`: no secret, no message."""
 
 import itertools
-import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from outbox import __version__
 from outbox.program.settings import fields_of
 from publishworker.process.worker_settings import RelaySettings
-from publishworker.telemetry.history import History
+from publishworker.telemetry.history import History, size
 from publishworker.turn.relay import Relay
 from publishworker.types import CircuitState
 
@@ -35,10 +34,10 @@ def worker_info(settings: RelaySettings, relay: Relay, history: History, shards:
     }
     circuits = [_circuit(topic, state) for topic, state in sorted(load.circuits.items())]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
-    fitting = list(_fitting(circuits, MAX_OTHER_BYTES - _size(info)))
+    fitting = list(_fitting(circuits, MAX_OTHER_BYTES - size(info)))
     info |= {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}
     history.add_utilization(load.utilization)
-    return info | {"history": history.as_json(MAX_BYTES - _size(info) - len(',"history":'))}
+    return info | {"history": history.as_json(MAX_BYTES - size(info) - len(',"history":'))}
 
 
 def _circuit(topic: str, state: CircuitState) -> dict[str, object]:
@@ -69,11 +68,7 @@ def _runs(shards: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _fitting(values: Iterable[Any], left: int) -> Iterator[Any]:
     """Yield the first values whose JSON has at most `left` bytes."""
     for value in values:
-        left -= _size(value) + 1  # a comma
+        left -= size(value) + 1  # a comma
         if left < 0:
             return
         yield value
-
-
-def _size(value: object) -> int:
-    return len(json.dumps(value, separators=(",", ":")))

@@ -120,10 +120,10 @@ class History:
         for rows in past.values():
             weights.update({topic: _weight(row) for topic, row in rows.items() if topic is not ALL})
         found: dict[str, Any] = {"minute": max(past), "all": _series(past, ALL), "topics": {}}
-        left = most - _size(found | {"topics_left_out": len(weights)})
+        left = most - size(found | {"topics_left_out": len(weights)})
         for topic, _ in weights.most_common(TOPICS):
             series = _series(past, topic)
-            if (left := left - _size({topic: series})) < 0:
+            if (left := left - size({topic: series})) < 0:
                 break
             found["topics"][topic] = series
         return found | {"topics_left_out": len(weights) - len(found["topics"])}
@@ -177,5 +177,6 @@ def _short(seconds: float) -> float:
     return round(seconds) if seconds >= 10 else float(f"{seconds:.2g}")
 
 
-def _size(value: object) -> int:
+def size(value: object) -> int:
+    """Return the bytes of the JSON of a value."""
     return len(json.dumps(value, separators=(",", ":")))

@@ -10,16 +10,17 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox import admin, console
+from outbox import admin
 from outbox.admin import backlog
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
+from outbox.console import application
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER, STATES
-from tests.support.console import ORIGIN
+from tests.support.console import ORIGIN, console
 from tests.support.counting import Counting
 from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, insert, opened, row
 from tests.support.spanner import record_requests
@@ -63,11 +64,6 @@ def add(database: Database, number: int, hours: int) -> None:
         insert(database, (row(str(uuid.uuid4()), **columns) for _ in range(number)))
 
 
-def browser(database: Database) -> TestClient:
-    app = console.app(opened(database), identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)
-    return TestClient(app, base_url=ORIGIN)
-
-
 @pytest.mark.extended
 def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> None:
     fill(database)
@@ -75,7 +71,7 @@ def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> 
         batch.insert("AsynchronousTaskTopics", ("Topic", "PublishTo"), [("orders", "orders-v2")])
     watched = opened(database)
     requests = record_requests(watched, *CALLS)
-    app = console.app(watched, identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)
+    app = application.app(watched, identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)
     caller = TestClient(app, base_url=ORIGIN)
     pages = {route.path for route in routes() if route.method == "GET"}
     forms = {route.path for route in routes() if route.page}  # opened again, they lead to their pages
@@ -124,7 +120,7 @@ def test_requests_and_rows_do_not_depend_on_the_number_of_tasks(
 
 def asked(database: Database, proxy: Counting) -> list[tuple[str, Counter[Any], Counter[Any]]]:
     """Return the requests and the rows of answers of each page."""
-    caller, found = browser(database), []
+    caller, found = console(database), []
     for path in (
         "/",
         "/tasks",

@@ -3,7 +3,6 @@
 import html
 import re
 from datetime import UTC, datetime
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,15 +10,14 @@ from google.cloud.spanner_v1 import JsonObject
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox import admin, console
+from outbox import admin
 from outbox.admin.table import TaskTable
 from outbox.console import readings
-from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
-from tests.support.console import ORIGIN, SAME
+from tests.support.console import SAME, console
 from tests.support.operations import CREATED, FUTURE, PAST, insert, opened, pause, row
 
 #: Texts that a page must show as text: markup, quotes, control characters, and characters that reorder text.
@@ -32,11 +30,6 @@ HOSTILE = (
     "a/../b",
     "{{ 7*7 }}",
 )
-
-
-def browser(database: Database, **options: Any) -> TestClient:
-    given = {"identify": lambda _request: "ann@example.com", "roles": EVERYTHING, "allow_actions": True} | options
-    return TestClient(console.app(opened(database), **given), base_url=ORIGIN, follow_redirects=False)
 
 
 def text(page: str) -> str:
@@ -63,7 +56,7 @@ def test_hostile_rows_are_shown_as_text(database: Database) -> None:
         ],
     )
     pause(database, *HOSTILE)
-    caller = browser(database)
+    caller = console(database)
     for number, hostile in enumerate(HOSTILE):
         id = {"id": f"{number} {hostile}"}
         filtered = caller.get("/tasks", params={"topic": hostile, "error": hostile}).text  # its fields keep the values
@@ -119,7 +112,7 @@ def test_a_malformed_row_of_another_table_breaks_no_page(database: Database, mon
         batch.insert("AsynchronousTaskOperations", columns, rows)
     monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
     monkeypatch.setattr(readings.Shared, "forget", mock.Mock())
-    caller = browser(database)
+    caller = console(database)
     for path in ("/", "/operations", "/task?id=a", "/task?id=dead", "/task?id=sent", "/tasks/retry?id=dead"):
         answer = caller.get(path)
         assert answer.status_code == 200, (path, text(answer.text))
@@ -140,7 +133,7 @@ def test_a_malformed_info_of_a_worker_breaks_no_page(database: Database) -> None
             for started_at in (FIRST, now, LAST)
         ]
         batch.insert("AsynchronousTaskWorkers", columns, rows)
-    caller = browser(database)
+    caller = console(database)
     for path in ("/", "/workers", "/topic?name=orders"):
         answer = caller.get(path)
         assert answer.status_code == 200, (path, text(answer.text))
@@ -149,12 +142,12 @@ def test_a_malformed_info_of_a_worker_breaks_no_page(database: Database) -> None
 def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> None:
     insert(database, [row("a", AvailableAt=NEVER, LastError=f"internal: {'x' * 900}")])
     for path in ("/", "/tasks?state=dead"):
-        assert "x" * 150 in text(browser(database).get(path).text)
+        assert "x" * 150 in text(console(database).get(path).text)
 
 
 def test_a_topic_is_paused_and_limited_by_a_named_person(database: Database) -> None:
     insert(database, [row("a")])
-    caller, table = browser(database), TaskTable(opened(database))
+    caller, table = console(database), TaskTable(opened(database))
     for place, form in {
         "pause?name=orders": "reason=too+many+errors",
         "controls?name=orders&rate=10&burst=20": "",
@@ -166,7 +159,7 @@ def test_a_topic_is_paused_and_limited_by_a_named_person(database: Database) -> 
         assert "Workers apply it within 10 seconds. 0 of 0 have reported since then." in shown
     recorded = admin.operations.latest(table, 10)
     assert [each.operation for each in reversed(recorded)] == ["pause", "controls", "resume"]
-    assert {each.principal for each in recorded} == {"ann@example.com"}
+    assert {each.principal for each in recorded} == {"jane@example.com"}
     assert recorded[-1].reason == "too many errors"
     assert "at most 10 tasks a second, 20 at once" in text(caller.get("/topic?name=orders").text)
 
@@ -175,13 +168,13 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
-    caller, table = browser(database), opened(database)
+    caller, table = console(database), opened(database)
     answer = caller.post("/topic/check", params={"name": topic}, headers=SAME)
     assert f"Pub/Sub has the topic {topic}" in text(caller.get(answer.headers["location"]).text)
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
     assert (missing.status_code, "does not exist" in missing.text) == (400, True)
     admin.topics.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
-    caller = browser(database, dashboard_url="https://example.com/d?topic={topic}&at={time}")
+    caller = console(database, dashboard_url="https://example.com/d?topic={topic}&at={time}")
     page = caller.get("/topic?name=a/b").text
     assert "https://example.com/d?topic=a%2Fb&amp;at=2" in page
     assert re.search(r"Last change: pause [\d.]+s ago", text(page))
@@ -193,7 +186,7 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
 def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retried(database: Database) -> None:
     insert(database, [row(f"dead{n}", AvailableAt=NEVER, LastError=f"{'abc'[n % 3] * n}: x") for n in range(25)])
     insert(database, [row("broken", AvailableAt=NEVER, LastError="undecodable: not a message")])
-    caller = browser(database)
+    caller = console(database)
     page = caller.get("/").text
     assert "All 26 groups of errors" in page
     assert page.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 20
@@ -210,7 +203,7 @@ def test_a_route_is_previewed_with_its_tasks_and_the_equivalent_commands(
 ) -> None:
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
     insert(database, [row("a")])
-    caller, table = browser(database), TaskTable(opened(database))
+    caller, table = console(database), TaskTable(opened(database))
     admin.topics.change(table, "controls", ["orders"], {"max_in_flight": 5})
     form = f"route={topic}&unset=max-in-flight"
     place = caller.post("/topic/ask?name=orders", headers=SAME, content=form).headers["location"]
@@ -245,7 +238,7 @@ def test_a_route_is_previewed_with_its_tasks_and_the_equivalent_commands(
 )
 def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, status: int, sentence: str) -> None:
     insert(database, [row("a")])
-    answer = browser(database).post(path, headers=SAME, content=form)
+    answer = console(database).post(path, headers=SAME, content=form)
     assert (answer.status_code, sentence in text(answer.text)) == (status, True), text(answer.text)
     assert admin.topics.controls(TaskTable(opened(database))) == {}
     assert admin.operations.latest(TaskTable(opened(database)), 1) == []
@@ -253,7 +246,7 @@ def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, 
 
 def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
     insert(database, [row("order-31-a", OrderingKey="order-31"), row("order-31-b"), row("x", OrderingKey="key")])
-    caller = browser(database)
+    caller = console(database)
     assert caller.get("/search?q=order-31-a").headers["location"] == "/task?id=order-31-a"
     assert caller.get("/search?q=x").headers["location"] == "/task?id=x"
     assert re.findall(r'href="/task\?id=([^"]*)"', caller.get("/search?q=order-31").text) == [

@@ -33,8 +33,6 @@ from tests.support.waiting import eventually
 ORIGIN = "http://localhost"
 #: What a browser sends with a form of the console.
 SAME = {"Sec-Fetch-Site": "same-origin", "Content-Type": "application/x-www-form-urlencoded"}
-#: Each person has every role.
-EVERYONE = Roles(dict.fromkeys(Role, ("*",)))
 DATABASE = "projects/p/instances/i/databases/d"
 
 
@@ -98,7 +96,7 @@ def client(
 
 
 def console(
-    database: Database, *, person: str = "jane@example.com", roles: Roles = EVERYONE, **more: Any
+    database: Database, *, person: str = "jane@example.com", roles: Roles = EVERYTHING, **more: Any
 ) -> TestClient:
     app = application.app(
         opened(database), identify=lambda _request: person, roles=roles, allow_actions=True, show_data=True, **more

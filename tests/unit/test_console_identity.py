@@ -69,10 +69,6 @@ def iap(keys: Mapping[str, str] | None = None) -> Iap:
     return Iap(AUDIENCE, Keys(lambda: keys or {"k1": PUBLIC, "k2": RSA_PUBLIC}))
 
 
-def test_an_assertion_of_iap_names_the_person() -> None:
-    assert iap()(request({IAP_HEADER: assertion()})) == "ann@example.com"
-
-
 def part(value: Any) -> str:
     return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
 
@@ -237,16 +233,12 @@ def test_a_name_is_utf8(name: str) -> None:
         "evil@evil.com\tvi@example.com", "Vi <vi@example.com>", '"evil@evil.com"@example.com',
         "evil@evil.com@example.com", "@example.com", "vi@", "x" * 309 + "@example.com", "jo\u0308rg@example.com",
         "\u212aai@example.com", "vi\u200b@example.com", "vi\u202e@example.com", "evil@evil.com\x85vi@example.com",
+        "j\udcf6rg",
     ],
 )  # fmt: skip
-def test_a_header_names_one_person_in_one_notation(name: str) -> None:
+def test_a_header_names_one_person_in_one_notation_of_utf8(name: str) -> None:
     with pytest.raises(Refused, match="The proxy did not name one person"):
-        PROXY(request({"X-Forwarded-Email": name.encode().decode("latin-1")}))
-
-
-def test_a_header_that_is_not_utf8_names_nobody() -> None:
-    with pytest.raises(Refused, match="The proxy did not name one person"):
-        PROXY(request({"X-Forwarded-Email": "j\xf6rg"}))
+        PROXY(request({"X-Forwarded-Email": name.encode(errors="surrogateescape").decode("latin-1")}))
 
 
 @pytest.mark.parametrize("wrong", [lambda: Header("", []), lambda: Header("X-Email", "10.0.0.1/8"), lambda: Iap("")])

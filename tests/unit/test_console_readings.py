@@ -115,14 +115,6 @@ def test_the_first_value_is_awaited_and_read_once() -> None:
     assert (found, len(reads)) == (["value"] * 20, 1)
 
 
-def test_an_action_lets_the_next_page_read_again() -> None:
-    clock, numbers = Clock(), iter(range(9))
-    shared = Shared(lambda _last: next(numbers), clock)
-    assert [shared.get().value for _ in range(2)] == [0, 0]
-    shared.forget()
-    assert [shared.get().value for _ in range(2)] == [1, 1]
-
-
 def test_the_page_after_an_action_awaits_a_read_that_began_later() -> None:
     """Another tab may be reading what the action has changed since."""
     clock, may_end, numbers, found = Clock(), threading.Event(), iter(range(9)), list[Any]()

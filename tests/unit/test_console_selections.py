@@ -1,5 +1,6 @@
 """Addresses and commands of the console that select tasks, and selections in words."""
 
+import re
 import shlex
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,9 +12,10 @@ from starlette.datastructures import QueryParams
 from outbox import cli
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
+from outbox.base.times import shown
 from outbox.console import selections
 from outbox.console.visits import Refused, Visit, described
-from outbox.table.states import CANCELLED, STATES
+from outbox.table.states import CANCELLED, CHANGED, STATES
 from tests.support.console import bare_console
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
@@ -67,36 +69,49 @@ def test_a_window_that_the_commands_refuse_is_refused(query: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "selection", "command"),
+    ("name", "selection"),
     [
-        ("retry", TaskSelection(state="dead", **FILTER), True),
-        ("retry", TaskSelection(ids=("-x", "b"), include_expired=False), True),
-        ("cancel", TaskSelection(state="unsent", ids=("a",)), True),
-        ("cancel", TaskSelection(state="blocked", topic="-orders"), True),
-        ("purge", TaskSelection(state="sent", topic="orders", until=NOW), True),
-        ("purge", TaskSelection(state="sent", until=NOW, error="x"), True),
-        ("purge", TaskSelection(state="sent", until=NOW, ids=("a",)), True),
-        ("purge", TaskSelection(state=CANCELLED, topic="orders", until=NOW), True),
-        ("restore", TaskSelection(state=CANCELLED, **FILTER), True),
-        ("list", TaskSelection(state=CANCELLED, operation="1"), False),
-        ("list", TaskSelection(state="sent", **FILTER), True),
-        ("list", TaskSelection(state="sent", ordering_key="k"), False),
-        ("cancel", TaskSelection(state="dead", id_prefix="k"), False),
+        ("retry", TaskSelection(state="dead", **FILTER)),
+        ("retry", TaskSelection(ids=("-x", "b"), include_expired=False)),
+        ("cancel", TaskSelection(state="unsent", ids=("a",))),
+        ("cancel", TaskSelection(state="blocked", topic="-orders")),
+        ("purge", TaskSelection(state="sent", **FILTER)),
+        ("restore", TaskSelection(state=CANCELLED, **FILTER)),
+        ("resend", TaskSelection(state="sent", topic="orders", ordering_key="k", since=NOW)),
+        ("list", TaskSelection(state="sent", **FILTER)),
     ],
 )
-def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: TaskSelection, command: bool) -> None:
-    """And it has the whole selection, or there is none."""
-    shown = selections.command(VISIT, name, selection)
-    assert (shown is not None) == command
-    if shown:
-        options = cli._parser().parse_args(shlex.split(shown)[1:])
-        assert options.topic == selection.topic
-        assert tuple(getattr(options, "ids", ())) == (selection.ids or ())
-        assert getattr(options, "error", None) == selection.error
-        assert getattr(options, "include_expired", False) == (name == "retry" and selection.include_expired)
-        assert {*vars(options).get("states", []), vars(options).get("state")} - {None} == (
-            {selection.state} & {*STATES, CANCELLED}
-        )
+def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: TaskSelection) -> None:
+    """And it has the whole selection."""
+    found = selections.command(VISIT, name, selection)
+    assert found
+    options = cli._parser().parse_args(shlex.split(found)[1:])
+    assert options.topic == selection.topic
+    assert tuple(getattr(options, "ids", ())) == (selection.ids or ())
+    assert getattr(options, "error", None) == selection.error
+    assert getattr(options, "include_expired", False) == (name == "retry" and selection.include_expired)
+    assert {*vars(options).get("states", []), vars(options).get("state")} - {None} == (
+        {selection.state} & {*STATES, CANCELLED} if name != "resend" else set()
+    )
+
+
+ONE_FILTER: dict[str, Any] = {
+    "topic": "t", "since": NOW, "until": NOW, "error": "e", "ordering_key": "k", "id_prefix": "p", "ids": ("i",),
+    "operation": "o",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ONE_FILTER)
+@pytest.mark.parametrize(("name", "states"), [*CHANGED.items(), ("list", (*STATES, CANCELLED))])
+def test_a_filter_that_a_command_does_not_have_leads_to_no_command(
+    name: str, states: tuple[str, ...], field: str
+) -> None:
+    for state in states:
+        value = ONE_FILTER[field]
+        if found := selections.command(VISIT, name, TaskSelection(state=state, **{field: value})):
+            words = re.split("[= ]", found)
+            assert (shown(value) if isinstance(value, datetime) else value[0]) in words
+            cli._parser().parse_args(shlex.split(found)[1:])
 
 
 def operation(selection: str, name: str = "retry", **times: datetime | None) -> Operation:
