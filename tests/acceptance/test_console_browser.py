@@ -115,8 +115,7 @@ def test_an_operator_retries_a_dead_task_and_cancels_all_matching(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), (NARROW, "dark")])
 def test_every_page_is_accessible_and_fits(
     emulators: Emulators, database: Database, browser: Browser, width: int, scheme: str
 ) -> None:
