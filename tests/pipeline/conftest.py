@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -38,7 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
-    made = jobs_session.session("tests", "local[2,3]")
+    with mock.patch.dict(jobs_session._ALWAYS, {"spark.python.daemon.module": "tests.support.spark_daemon"}):
+        made = jobs_session.session("tests", "local[2,3]")
     for name, value in SMALL_DATA.items():
         made.conf.set(name, value)
     yield made

@@ -39,7 +39,7 @@ def test_source_register_and_archive_need_no_jvm(
                 "/usr/bin/env",
                 f"PYTHONPATH={ROOT}",
                 f"PYSPARK_PYTHON={sys.executable}",
-                f"SPARK_SUBMIT_OPTS={QUICK_JAVA}",
+                f"SPARK_SUBMIT_OPTS={QUICK_JAVA} -Dspark.python.daemon.module=tests.support.spark_daemon",
                 submit,
             ),
         )
