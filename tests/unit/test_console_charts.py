@@ -18,7 +18,7 @@ from outbox.console import charts
 from outbox.console.application import routes
 from outbox.console.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox.console.readings import Shared, Status
-from outbox.console.visits import Visit
+from outbox.console.visits import Handler, Visit
 from tests.support.console import bare_console
 
 NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
@@ -128,6 +128,12 @@ def test_a_topic_has_its_failures_by_reason() -> None:
     assert not re.search("nan|inf|e[+-]", "".join(path for each in found.values() for _, path in each.paths()))
 
 
+def cpu_seconds(handler: Handler, visit: Visit) -> float:
+    began = time.thread_time()
+    handler(visit)
+    return time.thread_time() - began
+
+
 def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     """As sent without compression: at most 60 kB, also with all problems that are shown, and 100 ms of CPU."""
     values = [n * 37 % 900 for n in range(MINUTES)]
@@ -149,9 +155,8 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     listed: list[bytes] = []
     for path, query in (*topics, *others):
         visit = Visit(console=console, person="ann", roles=frozenset(), path=path, query=QueryParams(query))
-        handlers[path](visit)  # compiles the template
-        began, page = time.thread_time(), bytes(handlers[path](visit).body)
-        assert time.thread_time() - began < 0.1, (path, query)
+        page = bytes(handlers[path](visit).body)
+        assert min(cpu_seconds(handlers[path], visit) for _ in range(3)) < 0.1, (path, query)
         assert 5_000 < len(page) < 60_000, (path, query)
         listed += re.findall(b'row"><a href="/topic.name=([^"]+)', page) if "topics=" in query else []
     assert sorted(listed) == [each.topic.encode() for each in lines]
