@@ -115,7 +115,7 @@ def test_rejected_rows_can_be_corrected_and_registered(
     assert by_name["available_at"] == "2090-01-01T00:00:00.000001Z"
     assert [(each["reason"].partition(" ")[0], each.get("line")) for each in found if each is not by_name] == [
         ("key", '{"data":"z"}'),
-        ("priority", '{"data":"y","priority":"high","n":"9"}'),
+        ("priority", '{"data":"y","n":"9","priority":"high"}'),
         ("the", '{"data":"a"} {"data":"b"}'),
         ("the", '(invalid UTF-8 was replaced) {"data":"\ufffd"}'),
     ]

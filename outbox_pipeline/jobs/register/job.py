@@ -24,7 +24,7 @@ from outbox_pipeline.jobs.register.transforms import (
     TIMES,
     in_folders,
     in_order,
-    parse_json_lines,
+    json_lines,
     prepared,
     read_any_json,
     selected,
@@ -147,7 +147,7 @@ def read(
         return _read_csv(given, multi_line=multi_line)
     if any_columns:
         return read_any_json(given.reader(), path)
-    return parse_json_lines(given.reader().text(path), key)
+    return json_lines(given.reader().text(path))
 
 
 def _read_csv(given: Input, *, multi_line: bool) -> DataFrame:

@@ -7,35 +7,25 @@ accept more than JSON.
 import json
 import re
 
-from pyspark.sql import functions as f
-from pyspark.sql.types import MapType, StringType
-
-from outbox_pipeline import schemas
-
 #: What to do with a text in another encoding.
 CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
-#: What `parsed` returns: the members, or the fault of the text.
-_PARSED = schemas.optional(members=MapType(StringType(), StringType()), fault=StringType())
 _PUNCTUATION = re.compile(r"[ \t\r\n]*([{}:,])[ \t\r\n]*")
 
 
-@f.udf(returnType=_PARSED, useArrow=True)
-def parsed(text: bytes | None) -> tuple[dict[str, str | None] | None, str | None] | None:
-    """Parse the bytes of a JSON object. The fault of an invalid text continues the sentence "the text ..."."""
-    if text is None:
-        return None
+def members_of_line(line: bytes) -> dict[str, str | None]:
+    """Return `members_of` the bytes of a line. Raises ValueError with a sentence about the line."""
     # Invalid bytes become surrogates, so that the error can name the member that contains them.
-    line = bytes(text).decode("utf-8", "surrogateescape")
+    text = line.decode("utf-8", "surrogateescape")
     try:
-        return members_of(line), None
+        return members_of(text)
     except json.JSONDecodeError as error:
-        if "\0" in line or not _is_text(line):  # UTF-16 has null characters
-            return None, f"is not valid UTF-8. {CONVERT}"
-        return None, f"is not a JSON object: {error.msg} at character {error.pos + 1}"
+        if "\0" in text or not _is_text(text):  # UTF-16 has null characters
+            raise ValueError(f"the line is not valid UTF-8. {CONVERT}") from None
+        raise ValueError(f"the line is not a JSON object: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
-        return None, "is not a JSON object that can be parsed: it is nested too deeply"
+        raise ValueError("the line is not a JSON object that can be parsed: it is nested too deeply") from None
     except ValueError as error:
-        return None, str(error)
+        raise ValueError(f"the line {error}") from None
 
 
 def members_of(text: str) -> dict[str, str | None]:

@@ -16,7 +16,7 @@ from outbox.base.times import shown
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import EPOCH, MICROSECOND, derived, text, whole_row_id
-from outbox_pipeline.jobs.register.json_objects import CONVERT, members_of
+from outbox_pipeline.jobs.register.json_objects import CONVERT, members_of, members_of_line
 from outbox_pipeline.spark.spark_tasks import Rows
 
 #: The columns of rows, described in docs/pipeline/register.md.
@@ -26,8 +26,8 @@ COLUMNS = (
 )  # fmt: skip
 #: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
 OF_REJECTS = ("reason", "line")
-#: Columns for a line that cannot be parsed: the line, and the reason.
-UNPARSED, PARSE_ERROR = "_line", "_why"
+#: A column of JSON lines, as bytes. And columns for a line that cannot be parsed: the line, and the reason.
+LINE, UNPARSED, PARSE_ERROR = "_json", "_line", "_why"
 
 _INTEGERS = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
 #: Types of whole numbers in pandas, if a value of the column is missing.
@@ -100,20 +100,22 @@ def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
     """Check the columns of rows. Raises SettingError if one is unknown, missing or of a wrong type."""
     names = schema.fieldNames()
     there = ", ".join(names)
-    if unknown := [name for name in names if name not in {*COLUMNS, *OF_REJECTS, UNPARSED, PARSE_ERROR, *key}]:
+    known = {*COLUMNS, *OF_REJECTS, *key}
+    if unknown := [name for name in names if name not in known | {LINE, UNPARSED, PARSE_ERROR}]:
         raise SettingError(
             f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(COLUMNS)}"
         )
-    if not {"data", "data_base64"} & set(names):
+    found = known if LINE in names else set(names)  # any line can have any of them
+    if not {"data", "data_base64"} & found:
         raise SettingError(f"Column data or data_base64 is missing. The rows have {there}")
-    if not topic and "topic" not in names:
+    if not topic and "topic" not in found:
         raise SettingError(f"Column topic is missing. Add it or pass a topic. The rows have {there}")
     for name in filter(names.__contains__, COLUMNS):
         _check_type(name, schema[name].dataType)
     for name in key:
-        if name not in names:
+        if name not in found:
             raise SettingError(f"Key column {name!r} is missing. The rows have {there}")
-        if not isinstance(type_ := schema[name].dataType, _KEY_TYPES):
+        if name in names and not isinstance(type_ := schema[name].dataType, _KEY_TYPES):
             raise SettingError(
                 f"Key column {name} is {type_.simpleString()}. Cast it to a string, such as with --select"
             )
@@ -141,6 +143,7 @@ def complete(names: Sequence[str], topic: str, key: Sequence[str], batches: Iter
 
 
 def _completed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
+    given = _of_line(given, key) if LINE in given else given
     try:
         return _parsed(given, topic, key)
     except ValueError as error:
@@ -150,6 +153,26 @@ def _completed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict
         line = line.text if isinstance(line, _Unusable) else line
         is_replaced = any(isinstance(value, _Unusable) and value.why != _YEARS for value in given.values())
         return {**_NOTHING, "reason": str(error), "line": f"{_REPLACED}{line}" if is_replaced else line}
+
+
+def _of_line(given: Mapping[str, Any], key: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a JSON line and of its folders, or UNPARSED and PARSE_ERROR."""
+    folders = {name: value for name, value in given.items() if name != LINE}
+    try:
+        members = members_of_line(given[LINE])
+    except ValueError as error:
+        reason = str(error)
+    else:
+        known = {*COLUMNS, *OF_REJECTS, *key} - folders.keys()
+        others = ", ".join(name for name in members if name not in known)
+        if not others:
+            return folders | {name: value for name, value in members.items() if name not in OF_REJECTS}
+        reason = f"the line has unknown columns: {others}"
+    if folders:  # the line does not have their columns
+        where = "/".join(f"{name}={value or 'NULL'}" for name, value in folders.items())
+        reason += f" (folder {where})"
+    [line] = _values(pa.array([given[LINE]]).view(pa.string()))
+    return {UNPARSED: line, PARSE_ERROR: reason}
 
 
 def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
@@ -168,7 +191,7 @@ def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[st
     # An empty key is no key, as in outbox.register, so rows without a key need not be in one partition.
     row["ordering_key"] = row["ordering_key"] or None
     if row["task_id"] is None:
-        row["task_id"] = _key_id(row["topic"], {name: given[name] for name in key}) if key else whole_row_id(row)
+        row["task_id"] = _key_id(row["topic"], {name: given.get(name) for name in key}) if key else whole_row_id(row)
     return row
 
 

@@ -11,15 +11,7 @@ from pyspark.sql import functions as f
 
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register.json_objects import parsed
-from outbox_pipeline.jobs.register.rows import (
-    COLUMNS,
-    OF_REJECTS,
-    PARSE_ERROR,
-    UNPARSED,
-    check,
-    complete,
-)
+from outbox_pipeline.jobs.register.rows import LINE, PARSE_ERROR, UNPARSED, check, complete
 from outbox_pipeline.spark.spark_tasks import placed
 
 #: A temporary view of the rows for `selected`.
@@ -28,27 +20,11 @@ _INPUT = "outbox_input"
 TIMES = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 
 
-def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
-    """Return rows of texts from JSON lines in a column `value`, with its other columns, which come from folders.
-
-    If a line is not a JSON object or has an unknown name, UNPARSED is the line and PARSE_ERROR the reason.
-    """
-    folders = [name for name in lines.columns if name != "value"]
-    names = [name for name in dict.fromkeys((*COLUMNS, *OF_REJECTS, *key)) if name not in folders]
+def json_lines(lines: DataFrame) -> DataFrame:
+    """Return the lines of a column `value` that are not empty as the column LINE, with the columns of folders."""
+    # As bytes, because Spark would replace invalid UTF-8.
     value = f.col("value")
-    found = lines.where(value.rlike(r"\S")).select("*", parsed(value.cast("binary")).alias("found"))
-    members, fault = f.col("found.members"), f.col("found.fault")
-    others = f.array_except(f.map_keys(members), f.array(*map(f.lit, names)))
-    reason = f.when(fault.isNotNull(), f.concat(f.lit("the line "), fault))
-    reason = reason.when(
-        f.size(others) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(others, ", "))
-    )
-    return found.select(
-        *(members[name].alias(name) for name in names if name not in OF_REJECTS),
-        *map(_column, folders),
-        f.when(reason.isNotNull(), f.col("value")).alias(UNPARSED),
-        in_folders(reason, folders).alias(PARSE_ERROR),
-    )
+    return lines.where(value.rlike(r"\S")).withColumn("value", value.cast("binary")).withColumnRenamed("value", LINE)
 
 
 def read_any_json(reader: DataFrameReader, path: str) -> DataFrame:
@@ -83,7 +59,7 @@ def in_folders(reason: Column, folders: Sequence[str]) -> Column:
     """Add the columns of folders to the reason to reject a line, because the line does not have them."""
     if not folders:
         return reason
-    each = [f.concat(f.lit(f"{name}="), f.coalesce(_column(name), f.lit("NULL"))) for name in folders]
+    each = [f.concat(f.lit(f"{name}="), f.coalesce(f.col(f"`{name}`"), f.lit("NULL"))) for name in folders]
     return f.concat(reason, f.lit(" (folder "), f.concat_ws("/", *each), f.lit(")"))
 
 
@@ -103,10 +79,6 @@ def _complete(
     schema = schemas.arrow(schemas.INPUT)
     for rows in complete(names, topic, key, batches):
         yield pa.RecordBatch.from_pylist(rows, schema)
-
-
-def _column(name: str) -> Column:
-    return f.col(f"`{name.replace('`', '``')}`")
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
