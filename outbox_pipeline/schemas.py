@@ -51,10 +51,6 @@ INPUT = optional(
 
 #: An archived task: the table's columns, when an operator cancelled it, or NULL if it was sent, and the day (UTC).
 ARCHIVED = t.StructType([*TABLE, *optional(CancelledAt=_TIME), *required(SentDate=t.DateType())])
-#: The folders of the archive, and all columns that Spark reads. TopicFolder exists because not every topic is a valid
-#: folder name. It is not a column of the Delta table.
-ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
-STORED = t.StructType([*ARCHIVED, *required(TopicFolder=_TEXT)])
 
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.

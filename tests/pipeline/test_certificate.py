@@ -154,7 +154,7 @@ def _cut(place: Place) -> None:
 
 def _swap(place: Place) -> None:
     """Replace a file of the archive by one with as many other tasks."""
-    one, two = sorted(place.path("archive").glob("window=2026102[01]*/run*/*/TopicFolder=orders/*.parquet"))
+    one, two = sorted(place.path("archive").glob("window=2026102[01]*/run*/*/*.parquet"))
     content = two.read_bytes()
     remove(two)
     two.write_bytes(one.read_bytes())

@@ -70,7 +70,7 @@ def test_every_other_job_on_a_cluster(
 
     archive, day = str(tmp_path / "archive"), ("--until", NEXT_DAY.isoformat(), "--read-late", "--purge")
     assert job("archive", "--archive", archive, *day)["deleted"] == TASKS
-    [file] = (tmp_path / "archive").glob("window=*/run=*/SentDate=2026-10-20/*/*.parquet")
+    [file] = (tmp_path / "archive").glob("window=*/run=*/SentDate=2026-10-20/*.parquet")
     assert {*pyarrow.parquet.read_table(file)["SentAt"].to_pylist()} == {DAY}
     assert job("drain", executors=2)["published"] == TASKS
     received = str(write_received(tmp_path / "received.jsonl", subscription.drain()))

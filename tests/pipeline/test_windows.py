@@ -70,7 +70,7 @@ def frame(spark: SparkSession, tasks: list[Published]) -> DataFrame:
 
 def write(spark: SparkSession, folder: Path, tasks: list[Published], *without: str) -> None:
     made = archivable(frame(spark, tasks)).drop(*without)
-    made.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder))
+    made.write.partitionBy("SentDate").parquet(str(folder))
 
 
 def finish(
@@ -82,7 +82,7 @@ def finish(
     if tasks:
         write(spark, to / data, tasks, *without)
         [(rows, checksum)] = (
-            spark.read.schema(schemas.STORED).parquet(str(to / data)).select(*checksum_columns()).collect()
+            spark.read.schema(schemas.ARCHIVED).parquet(str(to / data)).select(*checksum_columns()).collect()
         )
         window = dataclasses.replace(window, rows=rows, checksum=checksum)
     return archive.finish(window)
@@ -102,7 +102,7 @@ def test_files_with_fewer_or_more_columns_are_readable(spark: SparkSession, tmp_
     assert found == [("a", None, None, None)]
     [data] = tmp_path.glob("window=*/run=*")
     later = archivable(frame(spark, [("b", DAY)])).withColumn("Added", f.lit(1))
-    later.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).mode("append").parquet(str(data))
+    later.write.partitionBy("SentDate").mode("append").parquet(str(data))
     edit(windows_of(tmp_path)[0], rows=2)
     both = read_archive(spark, str(tmp_path))
     assert (both.columns, sent_of(both)) == (schemas.ARCHIVED.fieldNames(), [("a", DAY), ("b", DAY)])

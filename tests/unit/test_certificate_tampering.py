@@ -40,7 +40,7 @@ def digest(file: Path) -> str:
 def files_of(place: Place, day: datetime) -> dict[str, str]:
     """Write the archive and the received files of a day, and return their digests by name."""
     folder = f"window={day:%Y%m%dT%H%M%SZ}_{day + DAY:%Y%m%dT%H%M%SZ}/run=0"
-    run = place.path(f"archive/{folder}/SentDate=x/TopicFolder=orders")
+    run = place.path(f"archive/{folder}/SentDate=x")
     run.mkdir(parents=True)
     at = pa.array([day + DAY / 24] * 4, pa.timestamp("us", tz="UTC"))
     ids, bodies = [f"{day:%d}-{n}" for n in range(4)], [data(b"paid", a="b")] * 4

@@ -9,7 +9,7 @@ from pyspark.sql import functions as f
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.log import Window
-from outbox_pipeline.jobs.archive.windows import Archive, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive.windows import Archive, archivable, checksum_columns, rebalanced, write
 
 TOPICS = 5
 MILLION = 1_000_000
@@ -60,8 +60,8 @@ def archive(engine: SparkSession, folder: Path, size: int, database: str) -> Non
     files = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
     data_folder = files.new_folder(since, until)
-    rebalanced(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(files.path(data_folder))
-    stored = engine.read.schema(schemas.STORED).parquet(files.path(data_folder))
+    write(rebalanced(archivable(tasks)), files.path(data_folder))
+    stored = engine.read.schema(schemas.ARCHIVED).parquet(files.path(data_folder))
     [(rows, checksum)] = stored.select(*checksum_columns()).collect()
     files.finish(Window(database, since, until, until, rows, checksum, data_folder, {}, datetime.now(UTC)))
 

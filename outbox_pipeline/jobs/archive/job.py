@@ -30,6 +30,7 @@ from outbox_pipeline.jobs.archive.windows import (
     checksum_columns,
     floor,
     rebalanced,
+    write,
 )
 from outbox_pipeline.source.datasource import read_cancelled, read_tasks
 from outbox_pipeline.source.options import RowFilter
@@ -126,7 +127,7 @@ class _Job:
         both = sent.unionByName(cancelled, allowMissingColumns=True)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(both)).observe(observed, *checksum_columns())
-        tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(self.files.path(data))
+        write(tasks, self.files.path(data))
         window = self.files.finish(
             Window(self.table.name, since, until, at, data=data, files={}, written_at=self.table.now(), **observed.get)
         )

@@ -1,7 +1,7 @@
 """The files of the archive: one folder for each time window. A window is finished when the log has a commit of it.
 
     ARCHIVE/_delta_log/00000000000000000001.json
-    ARCHIVE/window=20261120T000000Z_20261121T000000Z/run=5f0c.../SentDate=2026-11-20/TopicFolder=orders/part-....parquet
+    ARCHIVE/window=20261120T000000Z_20261121T000000Z/run=5f0c.../SentDate=2026-11-20/part-....parquet
 
 A run that ended early leaves a data folder that the log does not list, and readers ignore it. All folders are named
 like partitions whose names are not columns, because Spark reads several windows as one table only if the whole path
@@ -26,8 +26,6 @@ from outbox_pipeline.spark.stack_traces import spark_errors
 
 _PREFIX, _RUN = "window=", "run="
 _DAY = 86_400_000_000
-#: Topics that are used as folder names, without characters that a URL escapes.
-_PLAIN = r"^[A-Za-z][A-Za-z0-9_-]{0,71}$"
 #: Max files that the driver reads at once.
 _THREADS = 8
 
@@ -129,8 +127,7 @@ class Archive:
         return tasks.select(*schemas.ARCHIVED.fieldNames())
 
     def _tasks(self, windows: Iterable[Window]) -> DataFrame:
-        # Without a schema, Spark would infer a number from a topic folder such as 2026.
-        reader = self._spark.read.schema(schemas.STORED).option("basePath", str(self._folder))
+        reader = self._spark.read.schema(schemas.ARCHIVED).option("basePath", str(self._folder))
         return reader.parquet(*(self.path(each.data) for each in windows))
 
 
@@ -155,21 +152,21 @@ def _ended() -> Column:
 
 
 def archivable(tasks: DataFrame) -> DataFrame:
-    """Return sent and cancelled tasks with the columns of `schemas.STORED`."""
+    """Return sent and cancelled tasks with the columns of `schemas.ARCHIVED`."""
     # In UTC, whatever the session's time zone is.
     micros = f.unix_micros(_ended())
     days = ((micros - f.pmod(micros, f.lit(_DAY))) / _DAY).cast("int")
-    plain = f.substring(f.regexp_replace("Topic", "[^A-Za-z0-9]", "-"), 1, 48)
-    folder = f.when(f.col("Topic").rlike(_PLAIN), f.col("Topic")).otherwise(
-        f.concat(plain, f.lit("-"), f.hex(f.xxhash64("Topic")))
-    )
-    stored = tasks.withColumns({"SentDate": f.date_from_unix_date(days), "TopicFolder": folder})
-    return stored.select(*schemas.STORED.fieldNames())
+    return tasks.withColumn("SentDate", f.date_from_unix_date(days)).select(*schemas.ARCHIVED.fieldNames())
 
 
 def rebalanced(tasks: DataFrame) -> DataFrame:
-    """Return the tasks with each day and topic in as few partitions as possible, so that the files are large."""
-    return tasks.hint("rebalance", *schemas.ARCHIVE_PARTITIONS)
+    """Return the tasks with each day in as few partitions as possible, so that the files are large."""
+    return tasks.hint("rebalance", "SentDate")
+
+
+def write(tasks: DataFrame, folder: str) -> None:
+    """Write the tasks of a window. They are sorted by topic, so a reader of one topic can skip parts of the files."""
+    tasks.sortWithinPartitions("SentDate", "Topic").write.partitionBy("SentDate").parquet(folder)
 
 
 def checksum_columns() -> tuple[Column, Column]:
