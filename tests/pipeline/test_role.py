@@ -51,8 +51,8 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     begun = operations.begin(table, "replay", {})
     names = ARCHIVED_COLUMNS
     back = {**row("back", Topic="orders"), "Data": b"", "TimesSent": 1}
-    archived = {name: back[name] for name in names} | {"WasUnsent": False}
-    done = replay_chunk(table, [{"Id": "replayed"}, archived], begun.id, begun.started_at)
+    archived = {name: back[name] for name in names}
+    done = replay_chunk(table, [{"Id": "replayed"}, archived], begun.started_at)
     assert (done["replayed"], done["registered"]) == (1, 1)
     operations.end(table, begun.id, Tasks=2)
     snapshot = mock.MagicMock()

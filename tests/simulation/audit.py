@@ -45,7 +45,6 @@ class Known:
     extra: int = 0  # duplicates
     resets: int = 0
     reset_at: float = -inf
-    reset_by_sql: bool = False  # without a record
     cancelled_at: float = -inf
     row: dict[str, Any] = field(default_factory=dict)  # as it was when it was cancelled
     put_back_at: float = -inf
@@ -143,7 +142,6 @@ class Audit:
         task = self.tasks[id]
         task.resets, task.due = task.resets + 1, task.at if due is None else due
         task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
-        task.reset_by_sql = due is None
 
     def set_paused(self, topic: str, *, paused: bool) -> None:
         """An operator has paused or resumed a topic."""
@@ -161,11 +159,11 @@ class Audit:
         if to is not None:
             self._destinations[topic].add(to)
 
-    def restored(self, id: str, began: float, due: float) -> None:
-        """A replay that `began` then has inserted a task from the archive."""
+    def restored(self, id: str, began: float, due: float, *, is_kept: bool) -> None:
+        """A replay that `began` then has inserted a task from the archive. A cancel by an operator keeps tasks."""
         task = self.tasks[id]
-        if task.cancelled_at > began and not task.reset_by_sql:  # docs/pipeline/replay.md
-            self.problem(f"{id} was cancelled, and restored by a replay that had begun before")
+        if is_kept or (task.cancelled_at > began and not task.reset_at > began):  # docs/pipeline/replay.md
+            self.problem(f"{id} was cancelled, and restored by a replay")
         task.cancelled_at = -inf
         self.cancelled_received.discard(id)  # it is a task again, whose messages are expected
         self.reset(id, due)

@@ -26,7 +26,6 @@ from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
-from outbox.table.ddl import OPERATIONS
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, first_due, is_dead
@@ -36,9 +35,6 @@ from tests.support.fakes import StoredTask
 
 #: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
 ABORTED_SECONDS = 20.0
-#: The statement for the last operations of a name, and its columns.
-_OPERATIONS_OF_A_NAME = operator_sql.latest_operations({"operation"})
-_OPERATION_COLUMNS = [name.strip() for name in operator_sql._OPERATION_COLUMNS.split(",")]
 T = TypeVar("T")
 
 
@@ -230,7 +226,7 @@ class Work:
                 self.known[id].at = self.known[id].available_at = self._spanner.clockwork.now
                 audit.committed(id, self.known[id])
             else:
-                audit.restored(id, began, due)
+                audit.restored(id, began, due, is_kept=(id,) in self._spanner.others[CANCELLED_TABLE])
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
                 audit.cancelled(id, self.table.rows[id], follows_a_batch=self._follows_a_batch(self.table.rows[id]))
@@ -343,8 +339,8 @@ class Commands(TaskTable):
         if self._is_of_cancelled and selection:
             kept = sorted(spanner.others[CANCELLED_TABLE].values(), key=_place)
             self.seen = {row["Id"]: None for row in kept if row["OperationId"] == selection.operation}
-        #: The rows of now, for reads as of the begin of a replay.
-        self._existing = frozenset() if selection else frozenset(spanner.table.rows)
+        #: The unsent tasks of now, for reads as of the begin of a replay.
+        self._unsent = frozenset() if selection else frozenset(row.id for row in spanner.table.unsent_rows())
         #: What its transactions wrote.
         self.writes: list[tuple[str, str, Mapping[str, Any]]] = []
         #: The states of the tasks under its locks.
@@ -361,13 +357,9 @@ class Commands(TaskTable):
     def query(
         self, statement: str, tag: str, parameters: Mapping[str, Any] | None = None, **_more: Any
     ) -> list[list[Any]]:
-        """Return the operations of a name, or a page of the IDs that matched at the preview."""
+        """Return a page of the IDs that matched at the preview."""
         self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
         values: Mapping[str, Any] = parameters or {}
-        if statement == _OPERATIONS_OF_A_NAME:
-            rows = self._spanner.others[OPERATIONS].values()
-            of_name = [row for row in rows if row["Operation"] == values["operation"]]
-            return [[row.get(name) for name in _OPERATION_COLUMNS] for row in of_name]
         assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
             statement
         )
@@ -381,10 +373,11 @@ class Commands(TaskTable):
         return found[: values["limit"]]
 
     def rows(self, columns: Sequence[str], keys: Any, *_more: Any, **_options: Any) -> Iterator[list[Any]]:
-        """Yield the IDs of the rows that existed when the replay began."""
+        """Yield the unsent tasks as of when the replay began."""
         self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
-        assert [*columns] == ["Id"]
-        return ([SimpleNamespace(string_value=id)] for [id] in keys.keys if id in self._existing)
+        assert [*columns] == ["Id", "SentAt"]
+        found = ([id, ""] for [id] in keys.keys if id in self._unsent)
+        return ([SimpleNamespace(string_value=value) for value in row] for row in found)
 
     def transact(self, tag: str, work: Callable[[Any], T]) -> T:
         attempts: list[Work] = []

@@ -13,7 +13,7 @@ from google.cloud.spanner_v1 import KeySet
 
 import outbox
 from outbox import aio
-from outbox.admin import changes, operations, operator_sql
+from outbox.admin import changes, operator_sql
 from outbox.admin.changes import TaskSelection
 from outbox.errors import OutboxError
 from outbox.registration import TABLE
@@ -219,15 +219,11 @@ class Operators:
         chosen = random.sample([*self.archive.values()], min(len(self.archive), random.choice([1, 3, 9])))
         rows = sorted(chosen, key=lambda row: (row.created_at, row.id))
         commands, started_at = Commands(self.spanner, self.audit), self.table.commit_time()
-        id, unsent = operations.new_id(), {row.id for row in self.table.unsent_rows()}
         columns = {name: attribute(name) for name in job.ARCHIVED_COLUMNS}
         chunks = [rows[n : n + CHUNK] for n in range(0, len(rows), CHUNK)]
         for chunk in chunks + chunks[: random.choice([0, 1])]:
-            values = [
-                {name: getattr(row, own) for name, own in columns.items()} | {"WasUnsent": row.id in unsent}
-                for row in chunk
-            ]
-            job.replay_chunk(commands, values, id, started_at)  # type: ignore[arg-type]  # as the job's table
+            values = [{name: getattr(row, own) for name, own in columns.items()} for row in chunk]
+            job.replay_chunk(commands, values, started_at)  # type: ignore[arg-type]  # as the job's table
             self.clockwork.sleep(random.choice([0.0, 1.0, 5.0]))
 
     @staticmethod

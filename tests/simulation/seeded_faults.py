@@ -259,9 +259,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     "a Spark task that runs again restores no cancelled task": (
         "replays", _REPLAY, "_record_handled", always(frozenset())
     ),
-    "a task that is retried and cancelled is not restored": (
-        "replays", _REPLAY, "_maybe_cancelled", always(frozenset())
-    ),
+    "a replay restores no task that was cancelled": ("replays", _REPLAY, "_cancelled", always(frozenset())),
     "a restored task has a TimesSent of its own": (
         "replays", _REPLAY, "_inserted", lambda real: lambda row, now: real(row, now) | {"TimesSent": 0}
     ),

@@ -16,12 +16,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from typing import Any
 
-import pyarrow as pa
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
-from pyspark.sql.types import StringType
 
 from outbox.admin import operations, operator_sql, resend, topics
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
@@ -37,16 +35,15 @@ from outbox.inbox.once import TABLE as INBOX
 from outbox.program.settings import DatabaseSettings, PubSubSettings, resolved
 from outbox.program.terminal import escaped
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.shared_sql import NOW, TO_SEND_INDEX
+from outbox.table.ddl import CANCELLED
+from outbox.table.shared_sql import NOW
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ReplaySettings
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
-from outbox_pipeline.source.parts import ARROW_ROWS
 from outbox_pipeline.spanner import CALL_SECONDS, COMMIT_BYTES, TIME_TO_READ, Table, open_table
-from outbox_pipeline.spark.files import Folder
-from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
+from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, totals
 from publishworker.pubsub import resending
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
@@ -59,8 +56,6 @@ _COUNTS_TO = schemas.counts("published", "refused")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
 _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
 ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
-#: Of a task from the archive: it was unsent when the replay began. If it is gone since, it was cancelled.
-_WAS_UNSENT = "WasUnsent"
 #: The consumer in ProcessedTasks that has the tasks of all replays from an archive.
 _CONSUMER = "outbox-pipeline replay"
 
@@ -132,8 +127,6 @@ def run(
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
     if to:
         selection = replace(selection, to=_destination(table, selection, to))
-    if resume and selection.archive and not selection.to:
-        _check_deleted(table, resume, started_at, Folder(spark, selection.archive))
     _check(spark, table, selection)
     job = _Job(spark, table, settings, selection)
     if dry_run:
@@ -210,30 +203,6 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
         ) from None
 
 
-def _check_deleted(table: Table, id: str, started_at: datetime, archive: Folder) -> None:
-    """Raise SettingError if tasks were deleted since the replay began: it would insert them again from the archive.
-
-    A purge of this archive does not matter, because the archive has the last row of each task that the purge deleted.
-    """
-    of_archive = as_json({"archive": f"{archive}/"}).removesuffix('"}')
-    for found in _active_since(table, started_at, "cancel", "purge"):
-        if not found.selection.startswith(of_archive):
-            raise SettingError(
-                f"--resume {id}: tasks were deleted since this replay began (operation {found.id}, {found.operation}), "
-                "and it would restore them from the archive. Start a new replay that does not select them"
-            )
-
-
-def _active_since(table: Table, started_at: datetime, *names: str) -> Iterator[operations.Operation]:
-    """Yield the operations with these names that may have changed tasks since `started_at`."""
-    for name in names:
-        for found in operations.latest(table, operations.COMPARED, operation=name):
-            # A replay and the purge of an archive have no time of their last chunk.
-            last = found.seen_at or found.finished_at
-            if last is None or last > started_at:
-                yield found
-
-
 def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> None:
     """Check what would fail after the operation is recorded: the archive, and the predicate.
 
@@ -284,8 +253,8 @@ class _Job:
             rows, pubsub = rows.select("Id", "OrderingKey", "Data", "CreatedAt"), topics.pubsub_settings(self.table)
             [counts] = collected(totals(map_rows(rows, _COUNTS_TO, publish_rows, pubsub, self.selection.to, rate)))
             return Replayed(selected=sum(counts.values()), **counts)
-        rows = rows.select(*ARCHIVED_COLUMNS, _WAS_UNSENT) if self.selection.archive else rows.select("Id")
-        answers = map_rows(rows, _COUNTS, replay_rows, self.settings, id, started_at, rate)
+        rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
+        answers = map_rows(rows, _COUNTS, replay_rows, self.settings, started_at, rate)
         [counts] = collected(totals(answers))
         return Replayed(selected=sum(counts.values()), **counts)
 
@@ -293,8 +262,7 @@ class _Job:
         """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
         archive = self.selection.archive
-        at = self._snapshot(started_at)
-        return self._of_archive(archive, until, at) if archive else self._of_table(until, at)
+        return self._of_archive(archive, until) if archive else self._of_table(until, self._snapshot(started_at))
 
     def _snapshot(self, started_at: datetime) -> datetime:
         """Return the time as of which the table is read: `started_at`, or now if Spanner has no versions of then.
@@ -313,7 +281,7 @@ class _Job:
         wanted = RowFilter("sent", given.topic, given.since, until)
         return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
-    def _of_archive(self, archive: str, until: datetime, at: datetime) -> DataFrame:
+    def _of_archive(self, archive: str, until: datetime) -> DataFrame:
         given = self.selection
         tasks = read_archive(self.spark, archive, since=given.since)
         # The last row of each task decides, as in the table. A resumed replay excludes tasks that were replayed, sent
@@ -324,21 +292,7 @@ class _Job:
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
-        unsent = self._unsent(at).withColumn(_WAS_UNSENT, f.lit(True))
-        return self._matching(tasks).join(unsent, "Id", "left").fillna({_WAS_UNSENT: False})
-
-    def _unsent(self, at: datetime) -> DataFrame:
-        """Return the IDs of the tasks that were unsent at a time. Reads only their part of the index."""
-        settings, layout, schema = self.settings, self.table.layout, schemas.required(Id=StringType())
-
-        def read(shard: int) -> Iterator[pa.RecordBatch]:
-            table = open_table(settings)
-            table.layout = layout
-            unsent = KeySet(ranges=[KeyRange(start_closed=[shard, None], end_closed=[shard, None])])
-            for rows in chunked(table.rows(("Id",), unsent, at, index=layout.sql(TO_SEND_INDEX)), ARROW_ROWS):
-                yield pa.RecordBatch.from_pylist([{"Id": id.string_value} for (id,) in rows], schemas.arrow(schema))
-
-        return read_parts(self.spark, read, self.table.shards, schema)
+        return self._matching(tasks)
 
     def _matching(self, tasks: DataFrame) -> DataFrame:
         """Return the tasks for which the SQL predicate is true."""
@@ -357,18 +311,18 @@ def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
 
 
 def replay_rows(
-    database: DatabaseSettings, id: str, started_at: datetime, rate: float, batches: Iterator[Rows]
+    database: DatabaseSettings, started_at: datetime, rate: float, batches: Iterator[Rows]
 ) -> Iterator[Rows]:
     """Replay rows with Id, or with the columns of the archive, in a Spark task. Yield the counts of each chunk.
 
-    `id` is that of the replay, and `started_at` its start by the database's clock. `rate` is rows per second of this
-    Spark task, 0 is no limit.
+    `started_at` is the start of the replay by the database's clock. `rate` is rows per second of this Spark task, 0 is
+    no limit.
     """
     table, pace = open_table(database), Pace(rate)
     for rows in batches:
         for chunk in chunked(rows, REPLAY_ROWS, COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
             pace.wait(len(chunk))
-            yield [replay_chunk(table, chunk, id, started_at)]
+            yield [replay_chunk(table, chunk, started_at)]
 
 
 def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
@@ -386,12 +340,12 @@ def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterat
             yield [{"published": len(chunk) - len(refused), "refused": len(refused)}]
 
 
-def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, started_at: datetime) -> dict[str, int]:
+def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
     """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
-    A row with Data comes from the archive and is inserted again if its ID is not in the table, unless it was deleted
-    since the replay with this `id` began, and may have been cancelled. An unsent task is `unsent`. A task that was sent
-    since is `resent`.
+    A row with Data comes from the archive and is inserted again if its ID is not in the table, unless the task was
+    cancelled, or handled by a replay since `started_at`. An unsent task is `unsent`. A task that was sent since is
+    `resent`.
     """
     wanted = {row["Id"]: row for row in rows}
     archived = [row["Id"] for row in rows if "Data" in row]
@@ -401,15 +355,15 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, start
         before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
         gone = [row for id, row in wanted.items() if id not in found]
         handled = _record_handled(transaction, archived, started_at) if archived else set()
-        again = [row for row in gone if "Data" in row and row["Id"] not in handled and not row[_WAS_UNSENT]]
-        cancelled = _maybe_cancelled(table, [row["Id"] for row in again], id, started_at) if again else set()
-        again = [row for row in again if row["Id"] not in cancelled]
+        again = [row["Id"] for row in gone if "Data" in row and row["Id"] not in handled]
+        cancelled = _cancelled(table, transaction, again, started_at) if again else set()
+        again = [id for id in again if id not in cancelled]
         if before or again:
             # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
             # publish.
             [[now]] = transaction.query(NOW, {})
             transaction.update(TABLE, RETRY_COLUMNS, [retry_values(id, now) for id in before])
-            for values in (_inserted(row, now) for row in again):
+            for values in (_inserted(wanted[id], now) for id in again):
                 transaction.insert(TABLE, tuple(values), [tuple(values.values())])
         unsent = sum(sent_at is None for sent_at in found.values())
         return {
@@ -433,21 +387,21 @@ def _record_handled(transaction: Transaction, tasks: Sequence[str], started_at: 
     return handled
 
 
-def _maybe_cancelled(table: Table, tasks: Sequence[str], id: str, started_at: datetime) -> set[str]:
-    """Return the missing `tasks` that existed when the replay with this `id` began, if tasks were retried since.
+def _cancelled(table: Table, transaction: Transaction, tasks: Sequence[str], started_at: datetime) -> set[str]:
+    """Return the missing `tasks` that operators have cancelled, and those that were unsent at `started_at`.
 
-    A task that was sent then and was not retried was purged, because only unsent tasks can be cancelled. Return none
-    if Spanner no longer has the versions of that time.
+    Only cancels take unsent tasks away. Those of applications leave no other trace, and none at all if Spanner no
+    longer has the versions of that time.
     """
     keys = KeySet(keys=[[task] for task in tasks])
+    cancelled = {task for (task,) in transaction.read(CANCELLED, ("Id",), keys)}
     try:
-        existed = {task.string_value for (task,) in table.rows(("Id",), keys, started_at, seconds=CALL_SECONDS)}
+        then = list(table.rows(("Id", "SentAt"), keys, started_at, seconds=CALL_SECONDS))
     except NotReached:
         raise
     except OutboxError:
-        return set()
-    retried = existed and any(found.id != id for found in _active_since(table, started_at, "retry", "replay"))
-    return existed if retried else set()
+        return cancelled
+    return cancelled | {task.string_value for task, sent_at in then if not sent_at.string_value}
 
 
 def _inserted(row: Mapping[str, Any], now: datetime) -> dict[str, Any]:
@@ -458,7 +412,7 @@ def _inserted(row: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     been published. A column that is newer than the archive is NULL there, and gets its default.
     """
     values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now}
-    values |= {_WAS_UNSENT: None, "TimesSent": (row["TimesSent"] or 0) + 1}
+    values["TimesSent"] = (row["TimesSent"] or 0) + 1
     return {name: value for name, value in values.items() if value is not None}
 
 
