@@ -1,4 +1,4 @@
-"""The source, `register` and `read_archive` with Spark Connect, whose client has no JVM."""
+"""The source, the sink, `register` and `read_archive` with Spark Connect, whose client has no JVM."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.support.processes import ROOT
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
-def test_source_register_and_archive_need_no_jvm(
+def test_source_sink_register_and_archive_need_no_jvm(
     spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
 ):
     insert(database, [sent("purged", DAY)])
@@ -62,4 +62,5 @@ def test_source_register_and_archive_need_no_jvm(
         "streamed": ["sent"],
         "archived": ["purged"],
     }
-    assert rows_of(database).keys() == {*ids, "sent"}
+    written = {*(f"{number} written" for number in range(20)), *["of a stream"][: pyspark.__version__ >= "4.1"]}
+    assert rows_of(database).keys() == {*ids, "sent", *written}
