@@ -9,7 +9,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DoubleType, MapType, StringType, StructType
 
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
@@ -72,23 +72,34 @@ def test_rejected_rows_are_refused_or_written_to_a_folder(
     assert collision["reason"].endswith("exists with another message, topic or ordering key")
 
 
-@pytest.mark.parametrize(
-    ("schema", "more", "said"),
-    [
-        ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
-        ("data string", {}, "Column topic is missing. Add it or pass a topic"),
-        ("data string, topic string, colour integer", {}, "Unknown column 'colour'"),
-        ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
-        ("data string, topic string", {"key": "n"}, "Key column 'n' is missing"),
-        ("data string, topic string", {"state": "sent"}, "Unknown option state. Known options: topic, key, rejects"),
-        ("data string, topic string", {"rejects": "no://x"}, "Option rejects: 'no://x' is not allowed"),
-    ],
-)
+#: The names and types of columns, options, and how the error begins.
+REFUSED: list[tuple[str, dict[str, str], str]] = [
+    ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
+    ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
+    ("data string, topic string, colour integer", {}, "Unknown column 'colour'. Drop it or add it"),
+    ("data string, Topic string", {"topic": "orders"}, "Unknown column 'Topic'"),
+    ("data string, topic integer", {}, "Column topic is int, but must be a text. If it has no value, drop the column"),
+    ("data integer, topic string", {}, "Column data is int, but must be a text"),
+    ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
+    ("data string, topic string, task_id long", {}, "Column task_id is bigint, but must be a text"),
+    ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
+    ("data string, topic string, at_most_once integer", {}, "Column at_most_once is int, but must be true or false"),
+    ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
+    ("data string, topic string, attributes map", {}, "Column attributes is map<string,double>, but"),
+    ("data string, topic string", {"key": "n"}, "Key column 'n' is missing. The rows have data, topic"),
+    ("data string, topic string, n double", {"key": "n"}, "Key column n is double. Cast it to a string"),
+    ("data string, topic string", {"state": "sent"}, "Unknown option state. Known options: topic, key, rejects"),
+    ("data string, topic string", {"rejects": "no://x"}, "Option rejects: 'no://x' is not allowed"),
+]
+
+
+@pytest.mark.parametrize(("schema", "more", "said"), REFUSED)
 def test_columns_and_options_are_checked_before_spark_tasks_start(schema: str, more: dict[str, str], said: str):
     source = OutboxDataSource({"project": "shop", "instance": "main", "database": "orders", **more})
     columns = StructType()  # not of a DDL, which Spark would parse
     for each in schema.split(", "):
-        columns.add(*each.split())
+        name, type_ = each.split()
+        columns.add(name, MapType(StringType(), DoubleType()) if type_ == "map" else type_)
     for writer in (source.writer, source.streamWriter)[: 1 + (pyspark.__version__ >= "4.1")]:
         with pytest.raises(SettingError) as raised:
             writer(columns, overwrite=False)

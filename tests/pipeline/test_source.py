@@ -273,9 +273,3 @@ def test_the_table_can_be_read_as_a_dataframe(spark: SparkSession, target: Datab
     assert whole.where("State = 'pending' AND Attributes['asynchronous_task_id'] = Id").count() == 2
     own = tasks(spark, target, "Topic STRING, Id STRING, Attributes MAP<STRING, STRING>")
     assert min(own.collect())[:2] == ("orders", "a")
-    spark.sql("DROP VIEW IF EXISTS outbox_tasks")
-    spark.sql(
-        f"CREATE TEMPORARY VIEW outbox_tasks USING outbox OPTIONS (project '{target.project}', "
-        f"instance '{target.instance}', database '{target.database}', columns 'Id,State')"
-    )
-    assert spark.sql("SELECT COUNT(*) FROM outbox_tasks").collect()[0][0] == 2

@@ -10,12 +10,10 @@ from typing import Any
 from uuid import UUID, uuid5
 
 import pyarrow as pa
-import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.testing import assertDataFrameEqual
 
 import outbox
-from outbox.errors import SettingError
 from outbox.testing import RecordingTransaction
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import Writer
@@ -260,36 +258,6 @@ def test_a_key_column_can_be_a_column_of_the_task(spark: SparkSession):
     made = prepared(texts(spark, given), topic="orders", key=["ordering_key", "data"]).collect()
     assert [each.task_id for each in made] == [task_id("orders", "k", "d"), "own", "own too", ""]
     assert {each.reason for each in made} == {None}
-
-
-@pytest.mark.parametrize(
-    ("schema", "keywords", "said"),
-    [
-        ("data string, topic string, colour string", {}, "Unknown column 'colour'. Drop it or add it"),
-        ("data string, Topic string", {"topic": "orders"}, "Unknown column 'Topic'"),
-        ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
-        ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
-        ("data string, topic int", {}, "Column topic is int, but must be a text. If it has no value, drop the column"),
-        ("data int, topic string", {}, "Column data is int, but must be a text"),
-        ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
-        ("data string, topic string, task_id bigint", {}, "Column task_id is bigint, but must be a text"),
-        ("data string, topic string, ordering_key int", {}, "Column ordering_key is int, but must be a text"),
-        ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
-        ("data string, topic string, at_most_once int", {}, "Column at_most_once is int, but must be true or false"),
-        ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
-        (
-            "data string, topic string, attributes map<string,double>",
-            {},
-            "Column attributes is map<string,double>, but",
-        ),
-        ("data string, topic string", {"key": ["n"]}, "Key column 'n' is missing. The rows have data, topic"),
-        ("data string, topic string, n double", {"key": ["n"]}, "Key column n is double. Cast it to a string"),
-    ],
-)
-def test_invalid_columns_are_named(spark: SparkSession, schema: str, keywords: dict[str, object], said: str):
-    with pytest.raises(SettingError) as raised:
-        prepared(spark.createDataFrame([], schema), **keywords)
-    assert str(raised.value).startswith(said)
 
 
 def test_the_id_of_a_key_never_changes():
