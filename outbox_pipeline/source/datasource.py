@@ -13,7 +13,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from outbox.admin.operator_sql import CANCELLED_SHARDS
 from outbox.admin.table import LayoutChanged, too_old
 from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
@@ -73,9 +72,8 @@ def read_cancelled(
         for each in part.read(open_table(database), names, at):
             yield columns.batch(each, schemas.arrow(schema), at)
 
-    shards = range(CANCELLED_SHARDS)
-    ranges = [parts.CancelledPart(shard, since, until or at + _TICK) for shard in shards]
-    return read_parts(spark, read, ranges, schema)
+    # In one Spark task, because operators cancel few tasks.
+    return read_parts(spark, read, [parts.CancelledPart(since, until or at + _TICK)], schema)
 
 
 def decoded(tasks: DataFrame) -> DataFrame:

@@ -13,7 +13,7 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
-from outbox.admin.operator_sql import CANCELLED_INDEX
+from outbox.admin.operator_sql import CANCELLED_INDEX, CANCELLED_SHARDS
 from outbox.base.values import chunked
 from outbox.table.ddl import CANCELLED
 from outbox.table.layouts import LayoutShards, by_layout
@@ -94,16 +94,16 @@ class SentPart:
 
 @dataclass(frozen=True, slots=True)
 class CancelledPart:
-    """Tasks of a shard that operators cancelled from `since` on and before `until`, read as those of `SentPart`."""
+    """Tasks that operators cancelled from `since` on and before `until`, read as those of `SentPart`."""
 
-    shard: int
     since: datetime
     until: datetime
 
     def read(self, table: Table, names: Sequence[str], at: datetime) -> Iterator[Columns]:
         """Read the range of the index and then the tasks by key. Their `SentAt` is NULL."""
-        range_ = KeyRange(start_closed=[self.shard, self.since], end_open=[self.shard, self.until])
-        rows = table.rows(_FOUND, KeySet(ranges=[range_]), at, table=CANCELLED, index=CANCELLED_INDEX)
+        shards = range(CANCELLED_SHARDS)
+        ranges = [KeyRange(start_closed=[each, self.since], end_open=[each, self.until]) for each in shards]
+        rows = table.rows(_FOUND, KeySet(ranges=ranges), at, table=CANCELLED, index=CANCELLED_INDEX)
         there = [name for name in names if name != "SentAt"]
         columns = ["CancelledShard" if name == "Shard" else name for name in there]
         for found in _batches(rows, _FOUND):

@@ -34,7 +34,6 @@ _ALWAYS: dict[str, Any] = {
     # Also the partitions of cached rows. Otherwise each query of them would run as many Spark tasks as this max.
     "spark.sql.optimizer.canChangeCachedPlanOutputPartitioning": "true",
     "spark.sql.session.timeZone": "UTC",
-    "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet
     "spark.sql.ansi.enabled": "true",
     # The folder month=01 is the text 01, not the number 1, which would be another key of a task ID.
