@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
@@ -44,6 +44,7 @@ from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import CALL_SECONDS, COMMIT_BYTES, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, totals
+from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.pubsub import resending
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
@@ -56,6 +57,8 @@ _COUNTS_TO = schemas.counts("published", "refused")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
 _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
 ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
+#: How long a worker remembers tasks in doubt.
+_REMEMBERED = timedelta(seconds=MAX_MARKING_SECONDS)
 #: The consumer in ProcessedTasks that has the tasks of all replays from an archive.
 _CONSUMER = "outbox-pipeline replay"
 
@@ -378,13 +381,15 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
 
 
 def _record_handled(transaction: Transaction, tasks: Sequence[str], started_at: datetime) -> set[str]:
-    """Record that a replay has handled the `tasks`. Return those that any replay has handled since `started_at`."""
+    """Record that a replay has handled the `tasks`. Return those that any replay has handled since `started_at`.
+
+    And those that it has handled shortly before: a worker may remember the row as published that it has inserted.
+    """
     keys = KeySet(keys=[[_CONSUMER, task] for task in tasks])
-    found = transaction.read(INBOX, ("TaskId", "ProcessedAt"), keys)
-    handled = {task for task, processed_at in found if processed_at > started_at}
-    if new := [(_CONSUMER, task, COMMIT_TIMESTAMP) for task in tasks if task not in handled]:
+    found = dict(map(tuple, transaction.read(INBOX, ("TaskId", "ProcessedAt"), keys)))
+    if new := [(_CONSUMER, id, COMMIT_TIMESTAMP) for id in tasks if id not in found or found[id] <= started_at]:
         transaction.insert_or_update(INBOX, INBOX_COLUMNS, new)
-    return handled
+    return {id for id, processed_at in found.items() if processed_at > started_at - _REMEMBERED}
 
 
 def _cancelled(table: Table, transaction: Transaction, tasks: Sequence[str], started_at: datetime) -> set[str]:
