@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from outbox.console import charts
 from outbox.console.application import routes
 from outbox.console.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox.console.readings import Shared, Status
-from outbox.console.visits import Handler, Visit
+from outbox.console.visits import Visit
 from tests.support.console import bare_console
 
 NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
@@ -128,14 +127,8 @@ def test_a_topic_has_its_failures_by_reason() -> None:
     assert not re.search("nan|inf|e[+-]", "".join(path for each in found.values() for _, path in each.paths()))
 
 
-def cpu_seconds(handler: Handler, visit: Visit) -> float:
-    began = time.thread_time()
-    handler(visit)
-    return time.thread_time() - began
-
-
 def test_pages_with_200_topics_and_40_workers_are_light() -> None:
-    """As sent without compression: at most 60 kB, also with all problems that are shown, and 100 ms of CPU."""
+    """As sent without compression: at most 60 kB, also with all problems that are shown."""
     values = [n * 37 % 900 for n in range(MINUTES)]
     names = ("published", "p50", "p95", "pending", "unsent", "oldest", ":not_found", ":unavailable", "busy")
     ring = dict.fromkeys(names, values)
@@ -156,7 +149,6 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     for path, query in (*topics, *others):
         visit = Visit(console=console, person="ann", roles=frozenset(), path=path, query=QueryParams(query))
         page = bytes(handlers[path](visit).body)
-        assert min(cpu_seconds(handlers[path], visit) for _ in range(3)) < 0.1, (path, query)
         assert 5_000 < len(page) < 60_000, (path, query)
         listed += re.findall(b'row"><a href="/topic.name=([^"]+)', page) if "topics=" in query else []
     assert sorted(listed) == [each.topic.encode() for each in lines]
