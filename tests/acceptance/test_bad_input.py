@@ -9,7 +9,6 @@ from outbox.devtools.emulators import Emulators
 from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
 from tests.support.pubsub_server import PubSubServer, refuse
-from tests.support.relays import register
 from tests.support.spanner import INSTANCE, PROJECT, variables
 
 COMMANDS = ("run", "drain", "check")
@@ -59,53 +58,6 @@ def test_a_wrong_database_or_a_missing_table_is_named(emulators: Emulators, empt
         assert done.code == 3
         for text in ("AsynchronousTasks", "outbox schema apply"):
             assert text in done.stderr.splitlines()[-1]
-
-
-def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Database, topic: str) -> None:
-    """Exit 0: settings, table and the topics of pending rows and of the arguments, a line each.
-
-    With --allowed-topics it names those that the worker may not publish to: they would be dead at the first attempt.
-    """
-    register(database, topic, 1)
-    done = publishworker(emulators, "check", **on(database))
-    assert done.code == 0
-    lines = done.stdout.splitlines()
-    names = ("settings:", "table:", "permissions:", "topic")
-    assert [line.split()[:2] for line in lines] == [["ok", name] for name in names]
-    assert "batch_size=200" in lines[0]
-    assert "10 shards" in lines[1]
-    assert lines[3].endswith(topic)
-    done = publishworker(emulators, "check", "--allowed-topics", "orders,projects/other/topics/*", **on(database))
-    assert done.code == 1
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
-    assert topic in line
-    assert "--allowed-topics" in line
-
-
-def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emulators, database: Database) -> None:
-    """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, an invalid row."""
-    register(database, "pending-and-missing", 1)
-    with database.batch() as batch:
-        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
-        rows = [("held", True, None, None), ("ordrs", False, 5.0, 5), ("half", False, 5.0, None)]
-        batch.insert("AsynchronousTaskTopics", columns, rows)
-        columns = ("Topic", "PublishTo", "MaxAttempts")
-        rows = [("routed", "routed-and-missing", None), ("nowhere", "no topic", None), ("never", None, 0)]
-        batch.insert("AsynchronousTaskTopics", columns, rows)
-    done = publishworker(emulators, "check", "named-and-missing", "no", **on(database))
-    assert done.code == 1
-    lines = done.stdout.splitlines()
-    assert any(line.startswith("ok") and "held is paused" in line and "outbox resume held" in line for line in lines)
-    wrong = [line for line in lines if line.startswith("wrong")]
-    for name in ("named-and-missing", "pending-and-missing", "ordrs", "never"):
-        create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic {name}"
-        assert any(f"does not exist. Create it: {create}. Pub/Sub: " in line for line in wrong)
-    assert any("topics/ordrs does not exist" in line for line in wrong)
-    assert any("half" in line and "burst" in line for line in wrong)
-    assert any("topics/routed-and-missing does not exist" in line for line in wrong)
-    assert any("nowhere counts as paused" in line and "publish_to is 'no topic'" in line for line in wrong)
-    assert any("policy of topic never" in line and "max_attempts is 0" in line for line in wrong)
-    assert len(wrong) == 12, wrong
 
 
 @pytest.mark.parametrize(

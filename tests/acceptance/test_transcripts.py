@@ -1,7 +1,7 @@
 """What the operators' commands print, and their exit codes, as files: `GOLDEN=write` writes the outputs again.
 
 A file of transcripts/ has the commands, which run one after the other on the rows that `rows` returns for it.
-`$ insert` and `$ worker` are no commands: they insert a pending task, or the heartbeat of a worker.
+`$ sql` and `$ worker` are no commands: they change rows, and insert the heartbeat of a worker.
 """
 
 import contextlib
@@ -19,18 +19,22 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
+import publishworker.process.cli
+from outbox import cli
 from outbox.admin import workers
 from tests.acceptance.test_runbook import normal
-from tests.support.commands import HOUR, Commands, row
+from tests.support.commands import HOUR, Commands, here, row
 from tests.support.fakes import serialized
 from tests.support.operations import Row, insert
 from tests.support.pubsub import PubSub
+from tests.support.relays import execute
 from tests.support.spanner import PROJECT, query
 
 FOLDER = Path(__file__).parent / "transcripts"
 KEYED: dict[str, Any] = {"OrderingKey": "customer-7", "Priority": 90, "ExpiresAt": datetime(2090, 1, 1, tzinfo=UTC)}
 JSON = serialized(b'{"order": {"cents": 1999}}', attributes={"kind": "order"})
 SENT: dict[str, Any] = {"age": timedelta(minutes=5), "Data": serialized(b"x")}
+PROGRAMS: dict[str, Any] = {"outbox": cli.main, "publishworker": publishworker.process.cli.main}
 #: What commands print and take.
 PRINTED = {"OPERATION": r"\b[\da-f]{8}(?:-[\da-f]{4}){3}-[\da-f]{12}\b", "CURSOR": r"(?<=--after )\S+(?= for)"}
 
@@ -59,6 +63,7 @@ def rows(now: datetime) -> dict[str, list[Row]]:
             row("b", "dead", topic="invoices", LastError="internal: 500"), row("expired", "dead", **expired),
             row("a-pending-task"), row("head", "dead", OrderingKey="key"), row("next", "blocked", BlockedBy="head"),
         ],
+        "check": [row("pending", topic="billing"), row("missing", topic="pending-and-missing")],
         "purge": [row("sent-now", "sent", age=timedelta(0))],
         "restore": [row("again"), *(row(each, each) for each in ("pending", "retrying", "scheduled", "dead", "sent"))],
         "resend": [
@@ -87,19 +92,19 @@ def test_the_commands_of_a_transcript_print_its_output(
         pubsub.publisher.create_topic(name=f"projects/{PROJECT}/topics/billing")
     for line in re.findall(r"^(?:\n?#.*|\$ .*)\n", file.read_text(encoding="utf-8"), re.MULTILINE):
         printed.append(line)
-        if line.startswith("$ insert "):
-            insert(database, [row(line.split()[-1])])
+        if line.startswith("$ sql "):
+            execute(database, line.removeprefix("$ sql "))
         elif line.startswith("$ worker "):
             id, info = line.removeprefix("$ worker ").split(maxsplit=1)
             columns = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Info")
             values = (id, now, COMMIT_TIMESTAMP, 600, JsonObject(json.loads(info)))
             with database.batch() as batch:
                 batch.insert_or_update("AsynchronousTaskWorkers", columns, [values])
-        elif line.startswith("$ outbox "):
-            command = line.removeprefix("$ outbox ").replace("NOW", now.isoformat())
-            for name in PRINTED.keys() & command.split():
-                command = command.replace(name, re.findall(PRINTED[name], output)[-1])
-            done = outbox.here(*shlex.split(command))
+        elif line.startswith("$ "):
+            name, command = line.removeprefix("$ ").replace("NOW", now.isoformat()).split(maxsplit=1)
+            for each in PRINTED.keys() & command.split():
+                command = command.replace(each, re.findall(PRINTED[each], output)[-1])
+            done = here(*shlex.split(command), environment=outbox.environment, program=PROGRAMS[name])
             output += done.stdout + done.stderr
             lines = [*done.stdout.splitlines(), *(f"2> {each}" for each in done.stderr.splitlines())]
             lines += [f"[exit code {done.code}]"] * bool(done.code)

@@ -62,26 +62,13 @@ def test_a_driver_is_spark_submit_and_another_command_is_itself(folder: Path) ->
     assert words(folder, "java", "-m", "two words", "") == ["bin/java", "-m", "two words", ""]
 
 
-@pytest.mark.parametrize(
-    ("variables", "program", "classpath"),
-    [
-        ({"JAVA_HOME": "home"}, "home/bin/java", "{folder}/spark/conf"),
-        (
-            {"SPARK_CONF_DIR": "/opt/spark/conf", "HADOOP_CONF_DIR": "/opt/hadoop/conf", "SPARK_CLASSPATH": "/more/*"},
-            "bin/java",
-            "/opt/spark/conf:/opt/hadoop/conf:/more/*",
-        ),
-    ],
-)
-def test_an_executor_is_java_with_all_that_the_driver_set(
-    folder: Path, variables: dict[str, str], program: str, classpath: str
-) -> None:
+def test_an_executor_is_java_with_all_that_the_driver_set(folder: Path) -> None:
     """More than ten options in their order, configuration before jars, and Java of JAVA_HOME before that of PATH."""
     options = {f"SPARK_JAVA_OPT_{number}": f"-Dx{number}=a b" for number in range(12)}
-    more = {name: str(folder / value) if name == "JAVA_HOME" else value for name, value in variables.items()}
-    assert words(folder, "executor", **EXECUTOR, **options, **more) == [
-        program, *options.values(), "-Xms512m", "-Xmx512m", "-cp",
-        f"{classpath.format(folder=folder)}:{folder}/spark/jars/*",
+    more = {"SPARK_CONF_DIR": "/opt/spark/conf", "HADOOP_CONF_DIR": "/opt/hadoop/conf", "SPARK_CLASSPATH": "/more/*"}
+    assert words(folder, "executor", **EXECUTOR, **options, **more, JAVA_HOME=str(folder / "home")) == [
+        "home/bin/java", *options.values(), "-Xms512m", "-Xmx512m", "-cp",
+        f"/opt/spark/conf:/opt/hadoop/conf:/more/*:{folder}/spark/jars/*",
         "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend",
         "--driver-url", EXECUTOR["SPARK_DRIVER_URL"],
         "--executor-id", "3",

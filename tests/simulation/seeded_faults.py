@@ -1,8 +1,10 @@
 """Defects that are put into the product, one at a time, to find out whether histories notice them."""
 
 import asyncio
+import pkgutil
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import repeat
@@ -294,3 +296,12 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         "blocked keys", "outbox.admin.changes", "_as_seen", lambda _: lambda row, _seen: row._replace(matches=True)
     ),
 }  # fmt: skip
+
+
+def seeded(defect: str | None) -> AbstractContextManager[object]:
+    """Put a defect into the product for the time of the block, or nothing."""
+    if defect is None:
+        return nullcontext()
+    *_, owner, name, make = DEFECTS.get(defect) or DENSE_DEFECTS[defect]
+    owner = pkgutil.resolve_name(owner) if isinstance(owner, str) else owner
+    return mock.patch.object(owner, name, make(getattr(owner, name)))

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import itertools
 import os
-import pkgutil
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 
 from tests.simulation.plan import DENSE, Plan
-from tests.simulation.seeded_faults import DEFECTS, DENSE_DEFECTS
+from tests.simulation.seeded_faults import DEFECTS, DENSE_DEFECTS, seeded
 from tests.simulation.table import Table
 from tests.simulation.world import World, shortest
 from tests.support.processes import ROOT
@@ -150,10 +149,9 @@ QUICKLY_FOUND = ("SentAt is read again under the lock", "a key is sent from its 
     ],
 )
 def test_histories_notice_a_defect(defect: str, limit: int) -> None:
-    owner, name, make = DEFECTS[defect]
     is_noticed = problems if defect in ENDING else is_judged
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
-        first = FIRST_SEEDS.get(defect, 0)
+    first = FIRST_SEEDS.get(defect, 0)
+    with seeded(defect):
         found = next((seed for seed in range(first, first + limit) if is_noticed(Plan.of(seed))), None)
     assert found is not None
 
@@ -170,16 +168,14 @@ def test_a_dense_history_breaks_no_promise(dense: str, seed: int) -> None:
     [name if name in QUICKLY_FOUND_DENSE else pytest.param(name, marks=pytest.mark.extended) for name in DENSE_DEFECTS],
 )
 def test_dense_histories_notice_a_defect(defect: str) -> None:
-    dense, owner_name, name, make = DENSE_DEFECTS[defect]
-    owner = pkgutil.resolve_name(owner_name)
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    dense, *_ = DENSE_DEFECTS[defect]
+    with seeded(defect):
         found = next((seed for seed in range(40) if is_judged(DENSE[dense](seed))), None)
     assert found is not None
 
 
 def test_a_failing_history_is_reported_as_the_shortest_that_fails() -> None:
-    owner, name, make = DEFECTS["a failed commit is remembered"]
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    with seeded("a failed commit is remembered"):
         plan = next(plan for plan in map(Plan.of, range(200)) if plan.faults and problems(plan))
         short = shortest(plan)
         assert problems(short)

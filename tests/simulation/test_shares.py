@@ -1,12 +1,10 @@
 """What one topic or one kind of tasks takes from others, in histories in which the shares matter."""
 
-from unittest import mock
-
 import pytest
 
 from tests.simulation.audit import BAD, GOOD, Known
 from tests.simulation.plan import Plan
-from tests.simulation.seeded_faults import DEFECTS
+from tests.simulation.seeded_faults import seeded
 from tests.simulation.world import World, quiet
 
 
@@ -35,8 +33,7 @@ def seconds_beside_a_slow_topic(seed: int, tasks: int, priority: int) -> float:
 )
 def test_a_slow_topic_leaves_places_to_another(tasks: int, priority: int, defect: str | None) -> None:
     """OUT-DELAY-2. Half of the places, or one to a lower priority."""
-    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    with seeded(defect):
         slowest = max(seconds_beside_a_slow_topic(seed, tasks, priority) for seed in range(2))
     assert (slowest > 4.0) is bool(defect), slowest
 
@@ -44,10 +41,9 @@ def test_a_slow_topic_leaves_places_to_another(tasks: int, priority: int, defect
 @pytest.mark.parametrize("defect", [None, "the size of a poll follows the backlog"])
 def test_a_backlog_of_one_shard_is_sent_as_fast_as_others(defect: str | None) -> None:
     """A poll reads as many rows of the only range with tasks as of all ranges together."""
-    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
     world = World(Plan(1, workers=1, shards=10, concurrency=8, rate=1e-9))
     table = world.spanner.table
-    with mock.patch.object(owner, name, make(getattr(owner, name))), quiet():
+    with seeded(defect), quiet():
         world.clockwork.run(15.0)
         for id in [id for id in map(str, range(6_000)) if table.shards_of(id) == (0,)]:
             table.insert(id, "orders", GOOD, created_at=table.commit_time())
@@ -90,7 +86,6 @@ def seconds_beside_messages(seed: int, *, slow: float) -> float:
 )
 def test_messages_that_cannot_be_sent_delay_no_others(slow: float, most: float, defect: str | None) -> None:
     """OUT-DELAY-1. A request takes longer than half of the publish timeout if Pub/Sub is slow."""
-    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    with seeded(defect):
         longest = max(seconds_beside_messages(seed, slow=slow) for seed in range(2))
     assert (longest > most) is bool(defect), longest

@@ -1,15 +1,13 @@
 """With the change stream, no task of idle workers waits for their long pauses."""
 
 from random import Random
-from unittest import mock
 
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.spanner.change_stream import ChangeStream
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.plan import Plan
-from tests.simulation.seeded_faults import DEFECTS
+from tests.simulation.seeded_faults import seeded
 from tests.simulation.stream import Records, reader, virtual_readers
 from tests.simulation.world import World, quiet
 
@@ -69,8 +67,7 @@ def waits(seed: int) -> list[float]:
 @pytest.mark.parametrize("defect", [None, "a new attempt to read the change stream wakes the worker"])
 def test_a_change_stream_that_breaks_delays_no_task_for_long(defect: str | None) -> None:
     """Without a wake-up when it can be read again, some tasks wait for the idle interval."""
-    owner, name, make = DEFECTS[defect] if defect else (ChangeStream, "start", lambda real: real)
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    with seeded(defect):
         slowest = max(max(waits(seed)) for seed in range(3))
     assert (slowest > 10.0) is bool(defect), slowest
 
@@ -102,7 +99,6 @@ def requests_of_idle_workers(workers: int, *, dead: bool) -> float:
 )
 def test_idle_workers_send_few_requests(workers: int, dead: bool, most: float, defect: str | None) -> None:
     """Several are woken by a change stream, whose own requests do not count here."""
-    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    with seeded(defect):
         requests = requests_of_idle_workers(workers, dead=dead)
     assert (requests > most) is bool(defect), requests

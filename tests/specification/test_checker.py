@@ -4,11 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from tests.simulation.seeded_faults import DEFECTS
+from tests.simulation.seeded_faults import seeded
 from tests.specification import checker
 from tests.specification.histories import lines, plan_of, record
 
@@ -102,9 +101,8 @@ def test_histories_of_the_simulation_have_nothing_wrong(seed: int) -> None:
     ],
 )
 def test_the_checker_notices_defects_of_the_relay(defect: str, name: str) -> None:
-    owner, attribute, make = DEFECTS[defect]
     plans = [plan for plan in map(plan_of, range(30)) if plan.keys and plan.faults and plan.seconds < 60]
-    with mock.patch.object(owner, attribute, make(getattr(owner, attribute))):
+    with seeded(defect):
         assert any(checker.check(record(plan, limit=60.0)[0])[name] for plan in plans)
 
 

@@ -4,12 +4,11 @@ import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.simulation.plan import Plan
-from tests.simulation.seeded_faults import DEFECTS
+from tests.simulation.seeded_faults import seeded
 from tests.simulation.world import World
 from tests.specification.conformance import Conformance, conform
 
@@ -59,8 +58,7 @@ def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: 
     ],
 )
 def test_a_defect_of_the_relay_is_not_allowed(defect: str) -> None:
-    owner, name, make = DEFECTS[defect]
-    with mock.patch.object(owner, name, make(getattr(owner, name))):
+    with seeded(defect):
         assert any(found.differences for _, found in played(iter(range(20))))
 
 

@@ -15,7 +15,7 @@ import pty
 import shutil
 import subprocess
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -40,7 +40,9 @@ HOUR = timedelta(hours=1)
 SECONDS = 60.0
 
 
-def here(*words: str, environment: Mapping[str, str] | None = None) -> Finished:
+def here(
+    *words: str, environment: Mapping[str, str] | None = None, program: Callable[[Sequence[str]], int] = cli.main
+) -> Finished:
     """Run a command in this process and return how it ended; half a second sooner than in one of its own."""
     stdout, stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
     with (
@@ -49,7 +51,7 @@ def here(*words: str, environment: Mapping[str, str] | None = None) -> Finished:
         contextlib.redirect_stderr(stderr),
     ):
         try:
-            code = cli.main(words)
+            code = program(words)
         except SystemExit as ended:  # argparse
             code = int(ended.code or 0)
     stdout.flush()

@@ -96,8 +96,6 @@ class Fault(Enum):
     REFUSED = "refused"
     #: It is forwarded, and its answer is lost: all connections are cut.
     LOST = "lost"
-    #: It is forwarded, and its answer is UNAVAILABLE: other calls on the connection continue.
-    UNANSWERED = "unanswered"
     #: Of a Commit: the transaction is rolled back, the answer is ABORTED.
     ABORTED = "aborted"
 
@@ -167,14 +165,10 @@ class Faulty(Forwarding):
             self._roll_back(request, context)
             context.abort(grpc.StatusCode.ABORTED, "aborted")
         answers = super().forward(method, request, context)
-        if fault in (Fault.LOST, Fault.UNANSWERED):
+        if fault is Fault.LOST:
             for _ in answers:
                 pass
-            if fault is Fault.LOST:
-                self.network.cut()
-            elif name == "Publish":
-                with self._lock:
-                    self.unanswered += len(RawPublishRequest.FromString(request).messages)
+            self.network.cut()
             context.abort(grpc.StatusCode.UNAVAILABLE, "the answer is lost")
         yield from answers
 
