@@ -118,9 +118,10 @@ def shown(line: str, database: Database) -> str:
     """Return a line without what differs from run to run, which includes the width of columns."""
     if line.startswith("  "):  # a part of a message, or a number of tasks
         return re.sub(" +$", "", line)
-    for name, pattern in PRINTED.items():
+    for name, pattern in (PRINTED | {"HOST:PORT": r"127\.0\.0\.1:\d+"}).items():
         line = re.sub(pattern, name, line)
-    line = line.replace(str(database.database_id), "shop").replace(socket.gethostname(), "laptop")
+    line = line.replace(str(database.database_id), "shop").replace(f"on {socket.gethostname()}", "on laptop")
+    line = re.sub(r"(ok +settings: .*batch_size=\d+).*", r"\1, ...", line)
     return normal(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", line))
 
 

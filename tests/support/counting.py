@@ -38,8 +38,7 @@ _WITH_ROWS = ("ExecuteStreamingSql", "StreamingRead")
 class Counting(Forwarding):
     """Counts what it forwards.
 
-    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these, `shards` how many
-    the statements' parameter of that name has.
+    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these.
     """
 
     def __init__(self, target: str) -> None:
@@ -48,17 +47,15 @@ class Counting(Forwarding):
         self.counts: Counter[Key] = Counter()
         self.bytes: Counter[Key] = Counter()
         self.rows: Counter[Key] = Counter()
-        self.shards: Counter[Key] = Counter()
 
     def clear(self) -> None:
         with self._lock:
-            for counter in (self.counts, self.bytes, self.rows, self.shards):
+            for counter in (self.counts, self.bytes, self.rows):
                 counter.clear()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        key, shards = key_of(method, request)
+        key = key_of(method, request)
         self._add(self.counts, key, 1)
-        self._add(self.shards, key, shards)
         counter = _Rows() if key[0] in _WITH_ROWS else None
         for answer in super().forward(method, request, context):
             self._add(self.bytes, key, len(answer))
@@ -71,14 +68,12 @@ class Counting(Forwarding):
             counter[key] += number
 
 
-def key_of(method: str, request: bytes) -> tuple[Key, int]:
+def key_of(method: str, request: bytes) -> Key:
     name = method.rpartition("/")[2]
     if name not in _TAGGED:
-        return (name, ""), 0
+        return name, ""
     message: Any = _TAGGED[name].pb().FromString(request)
-    tag = message.request_options.request_tag or message.request_options.transaction_tag
-    shards = message.params["shards"] if name.startswith("Execute") and "shards" in message.params else ()
-    return (name, tag), len(shards)
+    return name, message.request_options.request_tag or message.request_options.transaction_tag
 
 
 class _Rows:

@@ -70,8 +70,6 @@ class FakeStore:
         #: The layouts to poll, and the states of those that are recorded.
         self.layouts: Sequence[Layout] = (Layout(shards),)
         self.recorded: dict[Layout, str] = {}
-        #: The published tasks for the records of cancels, with their message IDs.
-        self.recorded_published: dict[str, str] = {}
         #: The layouts that the table has.
         self.built: tuple[Layout, ...] = (Layout(shards),)
         #: What each worker polls.
@@ -184,7 +182,6 @@ class FakeStore:
 
     def record_published(self, message_ids: Mapping[str, str]) -> None:
         self._answer()
-        self.recorded_published |= message_ids
 
     def delete_heartbeat(self, worker: str) -> None:
         self._answer()
