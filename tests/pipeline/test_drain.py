@@ -204,7 +204,7 @@ def pythons_of_spark() -> list[int]:
     family = [os.getpid()]
     for each in family:
         family += children(each)
-    daemons = [each for each in family if "pyspark.daemon" in Path(f"/proc/{each}/cmdline").read_text()]
+    daemons = [each for each in family if "pyspark.worker" in Path(f"/proc/{each}/cmdline").read_text()]
     return [each for each in daemons if not children(each)]
 
 
