@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -194,21 +195,22 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
 
 
 def test_an_interrupted_call_logs_no_stack_trace(spark: SparkSession, caplog: pytest.LogCaptureFixture):
-    """Py4J would log Ctrl-C, and that the JVM was first to close. The command answers with its exit code only."""
-    send, ours = ClientServerConnection.send_command, threading.get_ident()
+    """Py4J would log Ctrl-C, and that the JVM was first to close. The command answers with its exit code only.
+
+    On a thread of its own, whose connection to the JVM no other test uses.
+    """
+    send = ClientServerConnection.send_command
 
     def interrupt(connection: ClientServerConnection, *arguments: str) -> str:
-        if threading.get_ident() == ours:  # Py4J frees objects of earlier tests on a thread of its own
+        if threading.current_thread().name.startswith("interrupted"):
             raise KeyboardInterrupt
         return str(send(connection, *arguments))
 
     interrupted = mock.patch.object(ClientServerConnection, "send_command", interrupt)
     closed = mock.patch.object(ClientServerConnection, "close", side_effect=BrokenPipeError)
-    with interrupted, closed, pytest.raises(KeyboardInterrupt):
-        spark.sparkContext._jsc.sc()
+    with ThreadPoolExecutor(1, "interrupted") as pool, interrupted, closed, pytest.raises(KeyboardInterrupt):
+        pool.submit(spark.sparkContext._jsc.sc).result()
     assert caplog.messages == []
-    # The JVM's next thread for us has no session, so Spark finds no format there.
-    spark.createDataFrame([(1,)], "n int")
 
 
 DAMAGES = {
