@@ -25,9 +25,9 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
-from tests.integration.test_console_pages import browser, text
+from tests.integration.test_console_pages import text
 from tests.support.commands import Commands
-from tests.support.console import SAME, form_of
+from tests.support.console import SAME, console, form_of
 from tests.support.pubsub import PubSub
 from tests.support.spanner import PROJECT
 
@@ -153,7 +153,7 @@ def test_a_change_writes_the_row_and_its_record_or_nothing(
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
     monkeypatch.setattr(Shared, "forget", mock.Mock())
     ids = {name: pubsub.new_topic().rpartition("/")[2] for name in ("orders", "orders-v2")}
-    topic, ways = ids["orders"], (Commands(emulators, database), browser(database))
+    topic, ways = ids["orders"], (Commands(emulators, database), console(database))
 
     def real(value: Any) -> Any:
         """Replace the names in a text, or in the route of a row."""
@@ -185,13 +185,13 @@ def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: C
     have(database, "orders")
     assert command("topics probe orders")[:2] == (0, "")
     first = rows(database)["orders"].probe_requested_at
-    caller = browser(database)
+    caller = console(database)
     assert "Probe now" not in caller.get("/topic?name=orders").text
     info = {"version": "1", "circuits": [{"topic": "orders", "reason": "not_found", "error": "404"}]}
     with database.batch() as batch:
         columns = ("WorkerId", "SeenAt", "StartedAt", "Info")
         batch.insert("AsynchronousTaskWorkers", columns, [("w", COMMIT_TIMESTAMP, first, JsonObject(info))])
-    page = browser(database).get("/topic?name=orders").text
+    page = console(database).get("/topic?name=orders").text
     assert caller.post(form_of(page, "/topic/probe"), headers=SAME, content="reason=why").status_code == 303
     second = rows(database)["orders"].probe_requested_at
     assert first
