@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(3600)
 TASKS = 100
 
 
+@pytest.mark.extended
 def test_register_on_a_cluster(spark_cluster: Cluster, database: Database, variables: dict[str, str], tmp_path: Path):
     """Spark's log is on stderr, because a cluster has a log configuration of its own. stdout has the summary only."""
     flags = (

@@ -33,7 +33,12 @@ SLOW = (
     "a topic without candidates is found again",
 )
 #: The first seed that notices a defect, where it is late. The search begins there, and goes on with other seeds.
-FIRST_SEEDS = {"a task behind a blocked one is skipped under the lock": 92}
+FIRST_SEEDS = {
+    "a task behind a blocked one is skipped under the lock": 92,
+    "a key in flight waits": 47,
+    "tasks in doubt are remembered for 15 minutes": 49,
+    "deferred tasks are released": 39,
+}
 #: Defects of mechanisms that have too little to do in drawn plans, with tests of their own.
 APART = (
     "a new attempt to read the change stream wakes the worker",

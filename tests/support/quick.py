@@ -1,9 +1,7 @@
-"""The Spark tests of `make test`: each job once, on small data, and the bounds of the archive. Others are extended.
-
-The job `register` runs on the cluster, in test_cluster.py.
-"""
+"""The Spark tests of `make test`: each job once, on small data, and the bounds of the archive. Others are extended."""
 
 SPARK = frozenset({
+    "test_rejected_rows_can_be_corrected_and_registered",
     "test_windows_adjoin_and_only_archived_tasks_are_purged",
     "test_every_sendable_task_is_sent_and_the_others_are_counted",
     "test_the_page_of_the_audit",
