@@ -121,9 +121,14 @@ class History:
         """Return about how many tasks were registered: the published ones, and by how many the unsent ones grew."""
         unsent = [each.unsent for each in self._samples(topic)]
         rows = zip(self.published(topic), [None, *unsent[:-1]], unsent, strict=True)
-        return [
-            None if sent is None or before is None or after is None else max(0, sent + after - before)
+        found = [
+            None if sent is None or before is None or after is None else sent + after - before
             for sent, before, after in rows
+        ]
+        # Workers count the unsent tasks only now and then, so the count may fall in the minute after the publish.
+        return [
+            None if each is None else max(0, each + min(0, later or 0))
+            for each, later in zip(found, [*found[1:], None], strict=True)
         ]
 
     def utilization(self, worker: Worker) -> Values:

@@ -100,6 +100,14 @@ def test_latencies_are_quantiles_of_all_tasks() -> None:
     assert known(high) == {5: pytest.approx(20, rel=0.06)}
 
 
+def test_tasks_that_a_later_minute_counts_as_sent_are_not_registered() -> None:
+    hour = Hour()
+    for ago, unsent, published in ((5, 100, 5), (4, 105, 5), (3, 105, 95), (2, 15, 5), (1, 15, 5)):
+        hour.at(ago).ring.add_backlog({"orders": unsent}, {"orders": unsent})
+        hour.publish(published)
+    assert history(hour.worker()).registered("orders")[-5:-1] == [10, 10, 0, 5]
+
+
 def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
     """A topic without tasks is 0 in a minute that was counted. Registered tasks follow from the others."""
     hour = Hour()
