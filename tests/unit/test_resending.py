@@ -50,7 +50,8 @@ def test_a_refused_message_is_named_and_the_others_go_on(publisher: PubSubPublis
         "large": "too_large",
     }
     assert refused["bad"] == f"invalid_argument: {TOPIC}: no schema"
-    assert [id for id in dict.fromkeys(received(server)) if id != "bad"] == ["a", "b", "c"]
+    arrived = [id for id in dict.fromkeys(received(server)) if id != "bad"]
+    assert (arrived if key else sorted(arrived)) == ["a", "b", "c"]
 
 
 def test_after_an_outage_each_key_goes_on_with_its_first_message_that_is_not_published(
