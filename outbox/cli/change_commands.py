@@ -246,7 +246,7 @@ def _confirm(
 
 
 def _preview_time(table: "admin.table.TaskTable", options: argparse.Namespace) -> datetime:
-    """Return the time as of which tasks are counted and selected: --as-of, or now. Raises SettingError."""
+    """Return the time at which tasks must match to be counted and selected: --as-of, or now. Raises SettingError."""
     now = table.now()
     at = resolved(options.as_of, now) if options.as_of is not None else now
     if at > now:

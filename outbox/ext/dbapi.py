@@ -35,8 +35,8 @@ Execute = Callable[[str, Mapping[str, Any] | None], Any]
 
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
-#: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB, of which the other columns of 100
-#: rows need less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
+#: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB. The other columns of 100 rows need
+#: less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
 STATEMENT_BYTES = 10_000_000
 
 

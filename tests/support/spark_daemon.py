@@ -11,7 +11,7 @@ from types import SimpleNamespace
 sys.path[:] = [path for path in sys.path if not path.endswith(".zip")]
 
 import pyspark.worker  # noqa: E402, F401 - before the fork, so each worker has it
-from pyspark import daemon  # noqa: E402
+from pyspark import daemon  # noqa: E402 - after the path has changed
 
 if __name__ == "__main__":
     vars(daemon)["gc"] = SimpleNamespace(collect=lambda: gc.collect(0))  # of the youngest objects
