@@ -125,20 +125,23 @@ class Receiver:
         refused, answers = list[Failure](), count(1)
 
         def answered(message: PulledMessage, future: Any) -> None:
-            """Count a failure, which only a subscription with exactly-once delivery reports. Log all after the last."""
+            """Count a failure, and log all after the last answer.
+
+            Only a subscription with exactly-once delivery reports failures.
+            """
             if error := future.exception():
                 count_delivery(self._settings.consumer, "not_acknowledged")
                 refused.append((message, error))
             if next(answers) == len(messages):
-                for same, error in _by_text(refused):
+                for messages_of_text, error in _by_text(refused):
                     text = "%s may be redelivered, because the acknowledgement failed: %s"
-                    log.warning(text, self._describe(same), error)
+                    log.warning(text, self._describe(messages_of_text), error)
 
         for message in messages:
             message.ack_with_response().add_done_callback(partial(answered, message))
 
     def _log_failures(self, failures: Sequence["Failure"]) -> None:
-        """Log each text once, although it may be that of each message of a batch, and one traceback of each place."""
+        """Log each error text once, and one traceback for each line of code that raised errors."""
         places = set[object]()
         for messages, error in _by_text(failures):
             has_trace = not isinstance(error, MissingTaskId | EarlierFailed) and place_of(error) not in places

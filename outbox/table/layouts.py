@@ -41,7 +41,7 @@ class Layout:
 
     @classmethod
     def usable(cls, rows: Iterable[Sequence[Any]]) -> "Layout":
-        """Return a layout that holds all tasks, by the rows of `statements.LAYOUTS`. It can be used for statements."""
+        """Return a layout that holds all tasks, by the rows of `shared_sql.LAYOUTS`. It can be used for statements."""
         return next(filter(None, (cls.recorded(column, shards) for column, shards in rows)), cls(1))
 
     def __lt__(self, other: "Layout") -> bool:

@@ -80,7 +80,7 @@ class Delivery:
 
     @property
     def needs_place(self) -> bool:
-        """Tell whether other batches must wait for this one: not if only its own rows cannot be written."""
+        """Tell whether other batches must wait for this one: false while Spanner refuses only rows of this batch."""
         return not self._mark_retry.aside
 
     @property
@@ -98,7 +98,7 @@ class Delivery:
             self._transact(self.claim, self._decide)
             self._mark_retry.set_all_written()  # nothing is left to mark
             if self._timing.aborted:  # while there were no locks, other workers may have deferred key heads
-                self._release_heads()
+                self._release_first_tasks()
         except StoreError as error:
             self._begin_marking(error)
         delivered = self._delivered()
@@ -113,18 +113,19 @@ class Delivery:
         """
         if self._mark_retry.has_begun:
             to_mark = self._mark_retry.unmarked
-            for unmarked in self._mark_retry.run():
-                to_mark -= set(unmarked.claim.ids if unmarked.given_up else ())
-                yield unmarked
-            if cancelled := {id: of for id, of in self._delivered().cancelled().items() if id in to_mark}:
+            for report in self._mark_retry.run():
+                to_mark -= set(report.claim.ids if report.given_up else ())
+                yield report
+            found = self._delivered().cancelled().items()
+            if cancelled := {id: message_id for id, message_id in found if id in to_mark}:
                 self._record_cancelled(cancelled)
                 yield Cancelled(self.claim, cancelled)
             if self._timing.transactions > 1:
-                self._release_heads()
+                self._release_first_tasks()
 
     def write_again(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
-        self._transact(claim, lambda rows, _now: self._results.decide_again(claim.locks, rows))
+        self._transact(claim, lambda rows, _now: self._results.remaining_changes(claim.locks, rows))
 
     def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task whose mark is not written."""
@@ -154,11 +155,11 @@ class Delivery:
             with contextlib.suppress(StoreError):
                 self._tools.store.record_published(message_ids)
 
-    def _release_heads(self) -> None:
-        """Make the first task of each ordering key ready, if another worker has deferred it since the batch had locks.
+    def _release_first_tasks(self) -> None:
+        """Make the first task of each ordering key ready if another worker has deferred it meanwhile.
 
-        The batch has lost its locks by an abort or a failed commit. `_transact` itself releases the deferred heads
-        among the rows that it locks. If Spanner does not answer, the keys wait until the deferrals end.
+        Meanwhile: since the batch has lost its locks by an abort or a failed commit. `_transact` itself releases the
+        deferred heads among the rows that it locks. If Spanner does not answer, the keys wait until the deferrals end.
         """
         if keys := self.claim.keys:
             with contextlib.suppress(StoreError):
@@ -168,18 +169,18 @@ class Delivery:
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
-        eligible = self._eligible(self.claim, rows, now)
+        eligible = self._rows_to_send(self.claim, rows, now)
         self._expire(rules.to_publish(eligible, self._results.answers), now)
         self._publish(rules.to_publish(eligible, self._results.answers))
         return self._row_changes([*eligible, *rules.deferred_behind(self.claim, rows)], now)
 
-    def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+    def _rows_to_send(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
 
         Leave out the rows of `claim.releases`. Record the skip reason of each other row that is left out. A task that
         failed before an abort loses its answer if its row has changed.
         """
-        self._results.begin_run(claim.locks, rows)
+        self._results.begin_attempt(claim.locks, rows)
         skipped = rules.skip_reasons(claim, rows, now, self._results.published(), self._policy)
         self._results.record(skipped)
         excluded = {*skipped, *(task.id for task in claim.releases)}
@@ -205,9 +206,9 @@ class Delivery:
     def _begin_marking(self, error: StoreError) -> None:
         """Prepare to mark again."""
         self._error = str(error)
-        # If Spanner has refused the commit, nothing was written, so the failed attempts and deferrals of the claimed
-        # tasks are kept and written later. The next commit decides anew about the tasks in `releases`, so their
-        # deferrals are dropped. After any other error the commit may have succeeded, so all are dropped.
+        # After a refusal nothing was written, so keep the failed attempts and deferrals of the claimed tasks, and write
+        # them later. Drop those of the tasks in `releases`, because the next commit decides again about them. After any
+        # other error the commit may have succeeded, so drop all.
         releases = [task.id for task in self.claim.releases]
         self._results.forget_unwritten(releases if isinstance(error, Refused) else self.claim.locks)
         self._mark_retry.begin(self, [self.claim.part(self._results.to_write())])
@@ -239,10 +240,10 @@ class Results:
         self._versions: dict[str, Version] = {}
         #: The last decision about each task that gets no SentAt.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
-        #: The published tasks that the last lock of their rows has not found any more.
+        #: The published tasks whose rows were missing at the last lock.
         self.deleted: set[str] = set()
 
-    def begin_run(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+    def begin_attempt(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
         """Forget earlier decisions about the claimed `ids`, and the failures of locked rows that have changed.
 
         Record the versions of rows without an answer.
@@ -271,25 +272,25 @@ class Results:
         """Return the tasks whose rows must be written: published, with a failed attempt to record, or deferred."""
         return {*self.published(), *self._unwritten()}
 
-    def decide_again(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
+    def remaining_changes(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
         """Return the changes that the unsent rows still need. Forget the decisions about other tasks of `ids`.
 
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
-        if the row has not changed at all, or only because an earlier part, which also locks this row, has written it.
+        if the row is unchanged, or if an earlier part of this batch has written it.
         """
         self._find_deleted(ids, rows)
         published, unwritten = self.published(), self._unwritten()
         unsent = [row for row in rows if row.sent_at is None]
-        others = {
+        still_needed = {
             row.id: change
             for row in unsent
             if (change := unwritten.get(row.id)) is not None
             and Version.of(row) in (self._versions[row.id], self._versions[row.id].after(change))
         }
         self.forget_unwritten(ids)
-        self._decided |= others
+        self._decided |= still_needed
         ids_to_mark = (row.id for row in unsent if row.id in published and published[row.id].has_message_of(row))
-        return {**dict.fromkeys(ids_to_mark, MARKED), **others}
+        return {**dict.fromkeys(ids_to_mark, MARKED), **still_needed}
 
     def forget_unwritten(self, ids: Collection[str]) -> None:
         """Forget the failed attempts and deferrals of these tasks."""

@@ -69,7 +69,7 @@ class MarkFirst(Delivery):
 
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
             nonlocal marked
-            eligible = [row for row in self._eligible(part, rows, now) if row.ordering_key not in self._stopped]
+            eligible = [row for row in self._rows_to_send(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._results.answers]
             self._results.answers |= self._tools.publisher.refusals(part.destination, publishable)
@@ -133,7 +133,7 @@ class Deferral(Delivery):
     """The first task of the claim is a key head. If it is unsent and not due, the others are deferred."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
-        self._results.begin_run(self.claim.locks, rows)
+        self._results.begin_attempt(self.claim.locks, rows)
         reasons = rules.skip_reasons(self.claim, rows, now, {}, self._policy)
         blocked = [row for row in rules.in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)

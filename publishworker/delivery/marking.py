@@ -49,7 +49,7 @@ class SharedMarking:
             self._shutting_down.wait(seconds)
 
     def shut_down(self) -> None:
-        """Let each batch try to mark at least once more, and then give up in time. Callable on any thread."""
+        """Let each batch try once more, and then until the shutdown time is over. Callable on any thread."""
         if not self.is_shutting_down:
             self._shutdown_until = self.clock() + self._shutdown_seconds
             self._shutting_down.set()
@@ -67,7 +67,7 @@ class SharedMarking:
 
 
 class MarkRetry:
-    """Writes the marks of one batch again. If others can be written, it divides what fails into single rows."""
+    """Writes the marks of one batch again. While other transactions commit, it divides what fails into single rows."""
 
     def __init__(self, claim: Claim, marking: SharedMarking) -> None:
         self._marking = marking
@@ -122,7 +122,7 @@ class MarkRetry:
         return given_up
 
     def try_once(self) -> None:
-        """Try each part once. Divide one that fails alone: Spanner refuses it, or other transactions commit.
+        """Try each part once. Divide a part if Spanner refuses it, or if it fails while other transactions commit.
 
         While nothing commits, stop at the first failure, because the next part would fail, too. A refused part does not
         stop the round until Spanner has refused MAX_REFUSED rows.
@@ -141,7 +141,7 @@ class MarkRetry:
                 if not rows:
                     left.append(part)
                     if goes_on:
-                        self._note(part, error)
+                        self._report_once(part, error)
             self._set_parts([*untried, *left])
             goes_on = goes_on and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
@@ -155,7 +155,7 @@ class MarkRetry:
             return error
         return None
 
-    def _note(self, part: Claim, error: StoreError) -> None:
+    def _report_once(self, part: Claim, error: StoreError) -> None:
         """Remember a part that cannot be written, and report it once."""
         if part not in self._failed:
             self._failed.add(part)

@@ -165,7 +165,7 @@ class App:
             )  # fmt: skip
             return timeout_exit_code
         finally:
-            self.relay.abandon()
+            self.relay.report_in_doubt()
             for each in self._background:
                 each.stop()
 

@@ -1,4 +1,4 @@
-"""Metrics that a worker sends every 15 s: its heartbeat and load and, if it polls shard 0, the backlog."""
+"""Metrics that a worker sends every 15 s: its heartbeat and load and, if it polls the first shard, the backlog."""
 
 import threading
 import time
@@ -56,7 +56,7 @@ class WorkerGauges:
         self._metrics.count(m.HEARTBEAT, 1)
         self._metrics.gauge(m.WORKERS, self._membership.size)
         load = self._relay.load
-        self._metrics.sample(m.IN_FLIGHT, load.places)
+        self._metrics.sample(m.IN_FLIGHT, load.places_taken)
         # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
         for reason in m.STOP_REASONS:
             self._metrics.zero(m.FORCED_STOP, reason=reason)

@@ -1,4 +1,4 @@
-"""All reads and writes of the relay on Spanner. The SQL is in `statements`."""
+"""All reads and writes of the relay on Spanner. The SQL is in `relay_sql`."""
 
 import contextlib
 import json

@@ -34,6 +34,7 @@ class Topics:
         self._limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
         self._controls: Mapping[str, TopicControls] = {}
+        #: The paused topics, and those with an invalid route.
         self.paused: frozenset[str] = frozenset()
         self._in_flight = Counter[str]()  # tasks by topic, from `permit` to `observe`
 
@@ -45,7 +46,6 @@ class Topics:
         before, self._controls = self._controls, valid
         for topic in sorted(before.keys() | valid.keys()):
             self._change(topic, before.get(topic, NO_CONTROLS), valid.get(topic, NO_CONTROLS))
-        #: The paused topics, and those with an invalid route.
         self.paused = frozenset(topic for topic, each in valid.items() if each.paused)
         self._limits.apply(valid, workers)
         self._circuits.forget_old()
@@ -119,13 +119,13 @@ class Topics:
 
     @property
     def seconds_to_change(self) -> float:
-        """Return the seconds until a topic may be tried again, or the controls must be read to notice that it may."""
+        """Return the seconds until a topic may be tried again, or until the controls must be read again."""
         waits = [self._circuits.seconds_to_probe(), self._limits.seconds_to_next()]
         found = min((seconds for seconds in waits if seconds is not None), default=inf)
         return min(found, CONTROLS_SECONDS) if self.paused or found < inf else inf
 
 
-#: The parts of a row that do not apply if they are invalid: the action of the log, the fields, and the sentence.
+#: The parts of a row. An invalid one is ignored, and logged. Each: the action of the log, the fields, the sentence.
 _PARTS = (
     ("limits", LIMITS, "The limits of topic {} are ignored"),
     ("policy", POLICY, "The retry policy of topic {} is ignored"),
@@ -235,8 +235,8 @@ class CircuitBreakers:
         """Return the candidates that may be sent, and the max tasks of each topic whose circuit is not closed.
 
         A probe is one task: in an outage, Pub/Sub may have accepted a task that seems to fail, and would get it twice.
-        It is drawn at random, but not that of the last probe. OUT-DELAY-1: otherwise a message that always times out,
-        and is the first of its shard, would keep the circuit open.
+        It is drawn at random, but is not the task of the last probe. OUT-DELAY-1: otherwise a message that always
+        times out, and is the first of its shard, would keep the circuit open.
         """
         admitted = [each for each in candidates if each.topic not in self._circuits]
         for topic, circuit in self._circuits.items():

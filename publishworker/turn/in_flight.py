@@ -16,9 +16,9 @@ from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import TopicKey
 
-#: A worker has two stall detectors: its heartbeat file shows a loop that hangs, and this limit a batch that hangs, also
-#: where nothing checks the file. A batch that has begun no transaction for this many seconds is stuck. A transaction,
-#: and the pause before the next one, take less.
+#: A worker has two stall detectors: its heartbeat file reveals a loop that hangs, and this limit a batch that hangs.
+#: Nothing has to check the file for that. A batch that has begun no transaction for this many seconds is stuck. A
+#: transaction, and the pause before the next one, take less.
 STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
@@ -150,7 +150,7 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.unreported)
 
     def busy_keys(self) -> frozenset[TopicKey]:
-        """Return the keys that no other batch may claim now. A deferring batch that only marks again needs none."""
+        """Return the keys that no other batch may claim now. A deferring batch that marks again holds no key."""
         claims = (
             entry.delivery.claim.part(entry.delivery.unmarked) if entry.reported else entry.delivery.claim
             for entry in self._running
@@ -244,7 +244,7 @@ class InFlight:
             thread.join(max(0.0, end - self._clock()))
         raise error
 
-    def abandon(self) -> None:
+    def report_in_doubt(self) -> None:
         """Report what is in doubt if the process ends before the batches do. Callable on any thread."""
         with contextlib.suppress(queue.Empty):
             while True:

@@ -1,4 +1,4 @@
-"""Decide what a turn reads: the shards, the topics and the rows of each range of a poll, and what a discovery finds.
+"""Decide which shards, topics and rows a turn reads, and apply what a discovery finds.
 
 A range is the ready or the due tasks of one topic in one shard.
 """
@@ -36,8 +36,8 @@ class Poller:
         self._topics = topics
         self._host = host
         self.known = KnownTopics(host.clock)
-        #: Limits the ranges that one read of the index AsynchronousTasksToSend has: a poll, a discovery, or the next
-        #: due time.
+        #: Limits the ranges of one read of the index AsynchronousTasksToSend: a poll, a discovery, or a search for the
+        #: next due task.
         self.read_size = ReadSize(MAX_POLL_ROWS)
         self._poll_size = PollSize(target_rows, len(membership.shards))
 
@@ -71,7 +71,7 @@ class Poller:
         return Polled(found, self._poll_size.cut_off, seconds=self._host.clock() - began)
 
     def shards_for(self, number: int) -> tuple[int, ...]:
-        """Return the worker's shards, or `number` of them, which are drawn at random: others are read by later reads.
+        """Return the worker's shards, or `number` of them, drawn at random. Later reads cover the others.
 
         OUT-LOSS-2: so a database that is too slow for one read of all shards sends the tasks of each.
         """
@@ -93,7 +93,7 @@ class Poller:
         return seconds
 
     def _part(self, request: PollRequest) -> PollRequest:
-        """Return the request, or a part that one read may have: some of the shards, or some of the topics of one."""
+        """Return the request, cut to what one read may cover: some of the shards, or some of the topics of one."""
         max_pairs = max(1, self.read_size.limit * request.pairs // max(1, request.ranges))
         if request.pairs <= max_pairs:
             return request
@@ -157,7 +157,7 @@ class KnownTopics:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         #: Whether the next poll also reads due tasks: at first, after each discovery, after `find_next_due` has found
-        #: one, and as long as polls find some.
+        #: a due task, and as long as polls find some.
         self.may_be_due = True
         self._clock = clock
         self._topics: dict[str, _Topic] = {}
@@ -202,7 +202,7 @@ class KnownTopics:
 class ReadSize:
     """Limits reads to `limit` ranges. OUT-LOSS-2: otherwise a database that is too slow for a read would send no task.
 
-    After a read times out, the limit is a quarter of its ranges. Each read that does not raises it by a tenth.
+    After a read times out, the limit is a quarter of its ranges. Each read that succeeds raises it by a tenth.
     """
 
     def __init__(self, max_ranges: int) -> None:
@@ -228,8 +228,8 @@ MAX_READ_AGE_SECONDS = 2.0
 class Discoverer:
     """Applies what it reads to the membership, the topic controls and the known topics. Its methods raise StoreError.
 
-    A discovery reads workers, layouts, controls and the names of unknown topics. A refresh reads all but the topics, so
-    it also works while a reshard drops an index.
+    A discovery reads workers, layouts, controls and the names of unknown topics. `read_controls_if_old` does not read
+    the topics, so it also works while a reshard drops an index.
     """
 
     def __init__(
@@ -270,20 +270,20 @@ class Discoverer:
         self._insert_reported = True
 
     def begin_turn(self) -> None:
-        """Discover if the last read is outdated. After a failed turn, refresh instead.
+        """Discover if the last read is outdated. After a failed turn, read only the controls.
 
         A reshard may have dropped an index that a discovery reads.
         """
         failed, self._in_turn, self._discovered_nothing = self._in_turn, True, False
         if failed:
             self._read_at = float("-inf")
-            self.refresh()
+            self.read_controls_if_old()
         if self._is_outdated():
             # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
             self._known.forget_old(self._topics.unavailable)
             self._discovered_nothing = not self._discover()
 
-    def refresh(self) -> None:
+    def read_controls_if_old(self) -> None:
         """Read workers, layouts and controls if the last read of them is outdated."""
         if self._is_outdated():
             began = self._clock()

@@ -17,13 +17,13 @@ from publishworker.types import CircuitState, Next, Turn
 
 
 class Load(NamedTuple):
-    """What a relay does: its in-flight batches, the places and the part of the places that they take.
+    """The load now: the batches in flight, the number of places that they take, and the part of all places.
 
     Also the topics that have, or recently had, unsent tasks, and the circuits that are not closed.
     """
 
     batches: int
-    places: int
+    places_taken: int
     utilization: float
     topics: frozenset[str]
     circuits: Mapping[str, CircuitState]
@@ -67,23 +67,24 @@ class Relay:
         earlier = self._in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
         self._discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
-        # Without the tasks in flight, even if their batches end meanwhile: the poll may read them before their marks.
+        # Leave out the tasks in flight, even if their batches end during the poll: it may have read them before their
+        # marks.
         polled = self._poller.poll(self._selector.room, self._in_flight.ids(), self._selector.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
-        claims, waits = ((), False) if stopping() else self._selector.select(resolved, polled)
-        self._start(claims)  # each batch on a thread of its own
-        poll_again |= self._discoverer.end_turn(started_nothing=not claims and self._in_flight.has_room)
-        later = self._in_flight.wait() if waits else self._in_flight.collect()
+        batches, should_wait = ((), False) if stopping() else self._selector.select(resolved, polled)
+        self._start(batches)  # each on a thread of its own
+        poll_again |= self._discoverer.end_turn(started_nothing=not batches and self._in_flight.has_room)
+        later = self._in_flight.wait() if should_wait else self._in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)
-        return self._report_turn(polled, earlier + later, waits=waits, poll_again=poll_again)
+        return self._end_turn(polled, earlier + later, should_wait=should_wait, poll_again=poll_again)
 
     @property
     def load(self) -> Load:
         """Return what the relay does now."""
         return Load(
             batches=len(self._in_flight),
-            places=self._in_flight.places_by_topic().total(),
+            places_taken=self._in_flight.places_by_topic().total(),
             utilization=self._in_flight.utilization,
             topics=self._discoverer.topics,
             circuits=self._topics.circuit_states(),
@@ -97,16 +98,19 @@ class Relay:
         """Wait until `wake`, at most `seconds`. Return whether `wake` ended the wait."""
         return self._woken.wait(seconds)
 
-    def abandon(self) -> None:
+    def report_in_doubt(self) -> None:
         """Report what is in doubt if the process ends before the batches do. Callable on any thread."""
-        self._in_flight.abandon()
+        self._in_flight.report_in_doubt()
 
     def wake(self) -> None:
-        """End the pause of the worker, because a task was inserted. Callable on any thread."""
+        """End the pause of the worker, because a task may have been inserted. Callable on any thread."""
         self._woken.set()
 
     def stop(self) -> None:
-        """End the pause of the worker, and begin the time in which batches may still mark. Callable on any thread."""
+        """End the pause of the worker. From now on, batches have only the shutdown time to mark.
+
+        Callable on any thread.
+        """
         self._in_flight.shut_down()
         self.wake()
 
@@ -137,21 +141,21 @@ class Relay:
             self._reporter.report_batch(each, change)
             poll_again |= change is not None or each.has_written()
         if not stopping():
-            self._start(self._selector.follow_ups(delivered))
+            self._start(self._selector.at_most_once_batches(delivered))
         return poll_again
 
-    def _start(self, claims: Sequence[Claim]) -> None:
-        if claims:
-            self._discoverer.refresh()  # the poll may have taken so long that the controls are outdated
-        for claim in claims:
-            if (permitted := self._topics.permit(claim)) is not None:  # None: the topic is paused
+    def _start(self, batches: Sequence[Claim]) -> None:
+        if batches:
+            self._discoverer.read_controls_if_old()  # the poll may have taken long
+        for batch in batches:
+            if (permitted := self._topics.permit(batch)) is not None:  # None: the topic is paused
                 self._in_flight.start(permitted)
 
-    def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, poll_again: bool) -> Turn:
+    def _end_turn(self, polled: Polled, delivered: Sequence[Delivered], *, should_wait: bool, poll_again: bool) -> Turn:
         next_turn = Next.SOON if polled.candidates or delivered or self._in_flight else Next.LATER
         if poll_again:
             next_turn = Next.AT_ONCE
-        elif waits and not delivered and self._in_flight.unreported:
+        elif should_wait and not delivered and self._in_flight.unreported:
             next_turn = Next.STILL_WAITING
         turn = replace(
             turn_counts(delivered),

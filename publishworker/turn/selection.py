@@ -61,9 +61,9 @@ class FairShare:
     def count(self, batches: int, given: int, highest: int | None) -> None:
         """Count the `batches` that start, `given` of them for lower priorities.
 
-        `highest` is the highest priority, or None if no task is left, because then no priority waits. The owed batches
-        have a max, because they would grow for as long as no task of lower priority waits. A turn whose poll finds none
-        keeps its share for the next turn.
+        `highest` is the highest priority, or None if all tasks have started, because then no priority waits. The owed
+        batches have a max, because they would grow for as long as no task of lower priority waits. If a poll finds no
+        task of a lower priority, the share is kept for the next turn.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -90,7 +90,7 @@ class Selector:
         """See FairShare."""
         return self._fair_share.below_priority
 
-    def follow_ups(self, delivered: Sequence[Delivered]) -> list[Claim]:
+    def at_most_once_batches(self, delivered: Sequence[Delivered]) -> list[Claim]:
         """Return batches for the at-most-once tasks that finished batches have skipped.
 
         Only a claim finds such tasks, because the poll does not read AtMostOnce. Tasks that get no place now are polled
@@ -239,6 +239,6 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
     topics = {topic for topic, number in in_flight.items() if number} or {batch.topic for batch in chosen}
     if keeps_place and places > 1 and len(topics) == 1:
         other = next((batch for batch in ranked if batch.topic not in topics), None)
-        if other is not None:  # first, so that the one topic leaves bytes to it, too (see `fitting`)
+        if other is not None:  # first, so that `fitting` leaves bytes for it
             chosen = [other, *(batch for batch in chosen if batch is not other)][:free]
     return [Claim(each.topic, tuple(each.tasks), releases=tuple(each.releases), bytes=each.bytes) for each in chosen]

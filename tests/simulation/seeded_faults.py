@@ -159,7 +159,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a later attempt marks what an earlier one published": (Results, "published", always({})),
     "only published tasks are marked": (Delivery, "_row_changes", late_mark),
     "a failed commit is remembered": (Delivery, "_begin_marking", always(None)),
-    "tasks in doubt are marked": (Results, "decide_again", always({})),
+    "tasks in doubt are marked": (Results, "remaining_changes", always({})),
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
     "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (

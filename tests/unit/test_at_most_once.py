@@ -105,7 +105,7 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
         [entry] = in_flight._running
         eventually(lambda: not (bench.wait(1), entry.delivery.unmarked)[1])
         eventually(lambda: not in_flight._reports.empty())
-    in_flight.abandon()
+    in_flight.report_in_doubt()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
 

@@ -110,7 +110,7 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     assert stopped(app) == code
     assert [vars(line)["action"] for line in caplog.records] == ["start", action]
     assert counted.counts[m.FORCED_STOP.name] == (action == "stuck")
-    app.relay.abandon.assert_called_once_with()  # so that no task is lost without a log line
+    app.relay.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
     app._background[0].stop.assert_called_once_with()
 
 
