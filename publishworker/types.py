@@ -164,11 +164,6 @@ class LockedRow(NamedTuple):
     due_at: datetime | None = None
     times_sent: int = 0
 
-    @property
-    def is_blocked(self) -> bool:
-        """Tell whether the task is deferred."""
-        return self.deferred
-
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
         return self.available_at is None or self.available_at <= now

@@ -32,8 +32,8 @@ def is_dead(available_at: datetime | None) -> bool:
 
 
 def first_due(row: Any) -> datetime:
-    """Return FIRST_DUE_SQL of a row with `due_at`, `created_at`, `available_at`, `attempts` and `is_blocked`."""
-    asked = None if row.attempts > 0 or row.is_blocked else row.available_at
+    """Return FIRST_DUE_SQL of a row with `due_at`, `created_at`, `available_at`, `attempts` and `deferred`."""
+    asked = None if row.attempts > 0 or row.deferred else row.available_at
     due: datetime = row.due_at or max(row.created_at, asked or row.created_at)
     return due
 

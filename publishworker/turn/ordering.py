@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
+from outbox.base.values import chunked
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
@@ -78,7 +79,7 @@ class Ordering:
         for key, tasks in keys.items():
             queue = heads.get(key, ())
             sendable = [*takewhile(lambda each: each.sendable, queue)]  # OUT-ORDER-1
-            prefix = next(cut(sendable[:max_prefix], self._limits), [])
+            prefix = next(parts(sendable[:max_prefix], self._limits), [])
             if prefix:
                 following = next(iter(sendable[len(prefix) :]), None)
                 prefixes.append(_candidate(tasks, prefix, following))
@@ -117,18 +118,9 @@ class Ordering:
         self._throttled_log.log("crowded_key", topic, sentence)
 
 
-def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
-    """Cut tasks into pieces of at most the tasks and bytes of a batch. A larger task is a piece by itself."""
-    piece: list[_T] = []
-    size = 0
-    for task in tasks:
-        if piece and (len(piece) == limits.batch_size or size + task.bytes > limits.batch_bytes):
-            yield piece
-            piece, size = [], 0
-        piece.append(task)
-        size += task.bytes
-    if piece:
-        yield piece
+def parts(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
+    """Yield the tasks in parts that fit into a batch. A larger task is a part by itself."""
+    return chunked(tasks, limits.batch_size, limits.batch_bytes, lambda task: task.bytes)
 
 
 def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], following: QueuedTask | None) -> Candidate:
@@ -150,6 +142,6 @@ def _deferrals(
     """
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]
-    for piece in cut(tasks, limits):
-        ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)])
+    for part in parts(tasks, limits):
+        ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in part)])
         yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key, tasks[0].shard) for id in ids), Kind.DEFER)

@@ -11,7 +11,7 @@ from outbox.table.states import NEVER
 from publishworker.host import Host
 from publishworker.turn import ordering
 from publishworker.turn.in_flight import Limits
-from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
+from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, parts
 from publishworker.types import KeyHeads, Next, QueuedTask, TopicKey
 from tests.support.fakes import FakePublisher, FakeStore, serialized
 from tests.support.parts import policy, poll_request, relay_of
@@ -80,7 +80,7 @@ def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pyt
 
 def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
     tasks = [QueuedTask(str(n), size, sendable=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
-    pieces = [[each.bytes for each in piece] for piece in cut(tasks, Limits(2, 10, 1))]
+    pieces = [[each.bytes for each in piece] for piece in parts(tasks, Limits(2, 10, 1))]
     assert pieces == [[5, 5], [5, 5], [1, 1], [1], [11], [2]]
 
 
