@@ -1,7 +1,6 @@
 """Operators' commands as processes and at a terminal: signals, questions, bounds, and tasks that arrive again."""
 
 import re
-from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
@@ -9,40 +8,17 @@ from unittest import mock
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-import outbox as api
 from outbox import __version__
 from outbox.admin import changes, tasks
 from outbox.cli import bulk, error_tables
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, SECONDS, Commands, row, table
 from tests.support.operations import insert
-from tests.support.pubsub import Subscription
-from tests.support.relays import divided, execute, register, worker
+from tests.support.relays import divided, worker
 from tests.support.spanner import count
 from tests.support.waiting import eventually
 
 DAY = timedelta(days=1)
-MAKE_DEAD = """
-UPDATE AsynchronousTasks SET AvailableAt = TIMESTAMP '9999-12-31T00:00:00Z', Attempts = 16 WHERE """
-
-
-def test_tasks_arrive_again_with_their_id_and_data(
-    outbox: Commands, emulators: Emulators, database: Database, topic: str, subscription: Subscription
-):
-    """A worker sends a sent task a second time and a dead one at last, and leaves their neighbours."""
-    again, once = register(database, topic, 2, b"sent data")
-    with worker(emulators, database, command="drain") as process:
-        assert process.wait(SECONDS) == 0
-    dead, stays = register(database, topic, 2, b"dead data")
-    execute(database, f"{MAKE_DEAD} SentAt IS NULL")
-    done = outbox.run("retry", again, dead)
-    assert (done.code, done.stdout, done.stderr) == (0, "due now: 2 tasks\n", "")
-    with worker(emulators, database, command="drain") as process:
-        assert process.wait(SECONDS) == 0
-    received = subscription.pull_until(4) + subscription.drain()
-    found = Counter((message.attributes[api.TASK_ID_ATTRIBUTE], message.data) for message in received)
-    assert found == {(again, b"sent data"): 2, (once, b"sent data"): 1, (dead, b"dead data"): 1}
-    assert list(table(database, "SentAt IS NULL")) == [stays]
 
 
 def test_a_retry_of_many_tasks_asks_first(outbox: Commands, database: Database):

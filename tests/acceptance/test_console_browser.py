@@ -27,7 +27,6 @@ from tests.support.browser import (
     violations,
 )
 from tests.support.operations import FUTURE, insert, opened, row, rows_of
-from tests.support.relays import divided, worker
 from tests.support.waiting import eventually
 
 #: The ID of an operation.
@@ -60,33 +59,20 @@ def fill(database: Database) -> None:
     admin.operations.stop(table, STOPPED, author)
 
 
-@pytest.mark.extended
-def test_an_operator_pauses_a_topic(emulators: Emulators, database: Database, browser: Browser) -> None:
-    """Under the name of a host without TLS, too, to which a browser sends no Sec-Fetch-Site."""
-    fill(database)
+def test_an_operator_retries_a_dead_task_and_cancels_all_matching(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    """From the overview, with links and forms only. A viewer sees the tasks, and neither action.
+
+    Under the name of a host without TLS, to which a browser sends no Sec-Fetch-Site.
+    """
+    insert(database, [row(f"dead {n}", AvailableAt=NEVER, LastError="not_found: 404") for n in range(3)])
+    table = TaskTable(opened(database))
     named = ("--allow-actions", "--allowed-hosts", HOST)
     with (
         running_console(emulators, database, *named) as address,
         tab(browser, address.replace("127.0.0.1", HOST)) as page,
     ):
-        page.goto("/")
-        expect(page.locator("#health")).to_contain_text("No live worker")
-        page.get_by_role("link", name="orders", exact=True).click()
-        page.get_by_label("Reason").first.fill("the subscriber is down")
-        page.get_by_role("button", name="Pause").click()
-        expect(page.get_by_role("button", name="Resume")).to_be_visible()
-        expect(page.locator("#live")).to_contain_text("Workers apply it within 10 seconds")
-    operation, *_ = admin.operations.latest(TaskTable(opened(database)), 5)
-    assert (operation.operation, operation.reason) == ("pause", "the subscriber is down")
-
-
-def test_an_operator_retries_a_dead_task_and_cancels_all_matching(
-    emulators: Emulators, database: Database, browser: Browser
-) -> None:
-    """From the overview, with links and forms only. A viewer sees the tasks, and neither action."""
-    insert(database, [row(f"dead {n}", AvailableAt=NEVER, LastError="not_found: 404") for n in range(3)])
-    table = TaskTable(opened(database))
-    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
         page.goto("/")
         page.get_by_role("link", name="not_found: 404").click()
         page.get_by_role("link", name="dead 1").click()
@@ -335,32 +321,3 @@ def test_forms_send_every_character(database: Database, browser: Browser, script
         page.get_by_role("button", name="Retry 6 tasks").click()
         expect(page.get_by_role("heading", name="Operation: retry")).to_be_visible()
         eventually(lambda: all(each["AvailableAt"] != NEVER for each in rows_of(database).values()))
-
-
-@pytest.mark.extended
-def test_a_tab_says_that_the_console_has_ended(emulators: Emulators, database: Database, browser: Browser) -> None:
-    with tab(browser, "", failures=True) as page:
-        with running_console(emulators, database) as address:
-            page.goto(address)
-            expect(page.locator("#stale")).to_be_hidden()
-        expect(page.locator("#stale")).to_be_visible()
-
-
-@pytest.mark.extended
-def test_workers_and_their_differences_are_marked(emulators: Emulators, database: Database, browser: Browser) -> None:
-    with (
-        worker(emulators, database) as first,
-        worker(emulators, database, "--batch-size", "50") as second,
-        running_console(emulators, database) as address,
-        tab(browser, address) as page,
-    ):
-        eventually(lambda: divided([first, second]), seconds=30, message="both divide the shards")
-        page.goto("/workers")
-        expect(page.locator("tbody span.differs")).to_have_count(2)
-        marked = page.locator("tbody span.differs").all_inner_texts()
-        assert sorted(marked) == ["batch_size=50", "batch_size=default"]
-        page.goto("/")
-        expect(page.locator("#health")).to_contain_text("2 live workers")
-        assert violations(page) == []
-        first.end()
-        second.end()

@@ -17,7 +17,6 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
 from outbox.table.ddl import statements
-from tests.support import processes
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, run, started
 from tests.support.proxy import silent_port
@@ -94,7 +93,7 @@ class TestWhereTheyAreInstalled:
     def test_a_taken_port_is_refused(self, flag: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            done = processes.run("outbox", "emulators", flag, str(port))
+            done = here("emulators", flag, str(port), environment={SPANNER.variable: "", PUBSUB.variable: ""})
         assert (done.code, done.stdout) == (3, "")
         assert re.fullmatch(
             rf"outbox: the \S+ emulator cannot use 127.0.0.1:{port}: Address already in use\n", done.stderr
@@ -121,17 +120,8 @@ def test_a_command_gets_the_variables_and_its_exit_code_is_ours(
     copy = f"import shutil; shutil.copy({str(file)!r}, {str(tmp_path / 'copy')!r})"
     words = ("--create", f"{project}/main/shop", "--env-file", str(file), "--")
     program = f"{show}; {copy}; sys.stdout.flush(); {code}"
-    done = run(
-        "outbox",
-        "emulators",
-        *words,
-        sys.executable,
-        "-c",
-        program,
-        "--",
-        "--topic",
-        environment=emulators.environment(),
-    )
+    child = (sys.executable, "-c", program, "--", "--topic")
+    done = run("outbox", "emulators", *words, *child, environment=emulators.environment())
     assert (done.code, done.stdout) == (ends, f"['--', '--topic'] {emulators.spanner_host} {project}\n")
     assert not file.exists()
     sourced = ["/bin/sh", "-c", f". {tmp_path / 'copy'}; echo $OUTBOX_DATABASE $PUBSUB_EMULATOR_HOST"]
@@ -164,16 +154,9 @@ def test_a_command_gets_the_signal_and_ends_before_the_worker(
 @pytest.mark.extended
 def test_a_worker_that_ends_ends_the_command(emulators: Emulators) -> None:
     variables = emulators.environment() | {"OUTBOX_BATCH_SIZE": "none"}
-    words = (
-        "--create",
-        f"e-{uuid.uuid4().hex[:8]}/main/shop",
-        "--worker",
-        "--",
-        sys.executable,
-        "-c",
-        "import signal; signal.pause()",
-    )
-    done = run("outbox", "emulators", *words, environment=variables)
+    create = ("--create", f"e-{uuid.uuid4().hex[:8]}/main/shop", "--worker")
+    child = (sys.executable, "-c", "import signal; signal.pause()")
+    done = run("outbox", "emulators", *create, "--", *child, environment=variables)
     assert (done.code, "outbox: the worker ended with exit code 2" in done.stderr) == (1, True), done
 
 

@@ -8,28 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from tests.support.processes import Process
-from tests.support.relays import execute, shards_of
+from tests.support.relays import execute
 from tests.support.rpc import Fault, Faulty
-from tests.support.trial import IN_FLIGHT, Trial, in_background
-from tests.support.waiting import eventually
+from tests.support.trial import IN_FLIGHT, Trial
 
-SHARDS = 10
 #: Tasks: about a second of load.
 STALLED = 40
 FREEZE = """
 UPDATE AsynchronousTaskWorkers SET SeenAt = TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 MINUTE) WHERE TRUE"""
-
-
-@contextlib.contextmanager
-def freezing_heartbeats(trial: Trial, workers: list[Process]) -> Iterator[None]:
-    """Make all heartbeats look old during the block, which ends when two workers or more poll all shards."""
-    with in_background(lambda: execute(trial.database, FREEZE), every=0.05):
-        yield
-        eventually(  # two of three, because a heartbeat is fresh until the next freeze
-            lambda: sum(len(shards_of(each)) == SHARDS for each in workers) > 1,
-            seconds=40,
-            message="two workers poll all shards",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,16 @@
 """Load: more than one worker can send, and rows of another service."""
 
-import base64
 import statistics
 import time
-import uuid
 from datetime import datetime
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1.param_types import BYTES, STRING
 
 import outbox
-from outbox.message import RawPubsubMessage
 from tests.support.counting import Counting
 from tests.support.outages import lasting
 from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background
-
-INSERT = """
-INSERT INTO AsynchronousTasks (Id, Topic, Data, Priority, CreatedAt)
-VALUES (@id, @topic, @data, 50, PENDING_COMMIT_TIMESTAMP())"""
-
 
 #: One batch at a time, and each takes 0.3 s.
 BATCH = 10
@@ -82,25 +73,3 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     assert max(backlogs) > 100  # it was above the capacity
     assert max(polled) <= MAX_POLLED
     assert statistics.median(waits) < statistics.median(others)
-
-
-def test_rows_of_another_service(trial: Trial, long: bool) -> None:
-    """Another service inserts rows by SQL under load, with only the required columns.
-
-    Promised: No task is lost or published twice. The rows are sent like all others, with their IDs.
-    """
-    message = RawPubsubMessage(data=b"another", attributes={"kind": "paid"})
-    types = {"id": STRING, "topic": STRING, "data": BYTES}
-
-    def insert(transaction: Any, id: str) -> None:
-        values = {"id": id, "topic": trial.topic, "data": base64.b64encode(message.SerializeToString())}
-        transaction.execute_update(INSERT, values, types)
-
-    with trial.workers(2):
-        with trial.load():
-            for _ in range(200 if long else 20):
-                id = str(uuid.UUID(int=trial.random.getrandbits(128)))
-                trial.database.run_in_transaction(insert, id)
-                trial.ledger.committed.add(id)
-        trial.settle()
-    assert trial.audit(duplicates=0).kept()

@@ -1,19 +1,12 @@
-"""Workers are killed, stopped, paused or replaced, their clocks are wrong, their log or their agent is gone."""
+"""Workers are killed, stopped, paused or replaced, or their log is gone."""
 
 import contextlib
 import signal
-from datetime import UTC, datetime, timedelta
 
 import pytest
 
-import outbox
-from tests.faults.faults import freezing_heartbeats
-from tests.support.outages import lasting, log_lines
-from tests.support.trial import IN_FLIGHT, Trial, id_of
-
-#: Seconds by which the clocks are wrong, and tasks that are scheduled, so that both workers have some.
-SKEW, SCHEDULED = 60, 20
-SHIFTED = "tests.support.shifted_clock"
+from tests.support.outages import lasting
+from tests.support.trial import IN_FLIGHT, Trial
 
 
 def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
@@ -77,52 +70,6 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
                 workers[place] = new
         trial.settle()
     assert trial.audit(duplicates=2 * restarts * IN_FLIGHT).kept()
-
-
-@pytest.mark.extended
-def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
-    """All heartbeats look a minute old, so each worker takes the others for gone and polls all shards.
-
-    Promised: No task is lost. The row locks keep the workers apart. At most one worker's in-flight batches are
-    published again, if the emulator aborts its transaction in favor of another one.
-    """
-    with trial.workers(3) as workers:
-        with trial.load(), freezing_heartbeats(trial, workers):
-            lasting(fault_seconds)
-        trial.settle()
-    assert trial.audit(duplicates=IN_FLIGHT).kept()
-
-
-@pytest.mark.extended
-def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
-    """The clocks of two workers are a minute ahead and a minute behind.
-
-    Promised: No task is lost or published twice. Scheduled tasks are sent on time, because every time comes from the
-    database.
-    """
-    with (
-        trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS=f"{SKEW}") as ahead,
-        trial.worker(module=SHIFTED, SHIFTED_CLOCK_SECONDS=f"-{SKEW}") as behind,
-    ):
-        for each, smallest in ((ahead, 50), (behind, -70)):
-            each.wait_for_text("relaying")
-            logged_at = datetime.fromisoformat(log_lines(each)[0]["timestamp"])
-            assert smallest < (logged_at - datetime.now(UTC)).total_seconds() < smallest + 20
-        for each in (ahead, behind):
-            each.wait_for_text('"assigned"')  # each has seen the other
-        later = datetime.now(UTC) + timedelta(seconds=fault_seconds + 2)
-        with trial.database.batch() as batch:
-            scheduled = {outbox.register(batch, trial.topic, b"later", available_at=later) for _ in range(SCHEDULED)}
-        trial.ledger.committed |= scheduled
-        with trial.load():
-            lasting(fault_seconds)
-        trial.settle()
-        for each in (ahead, behind):
-            each.end()
-    assert trial.audit(duplicates=0).kept()
-    times = [each.publish_time for each in trial.received if id_of(each) in scheduled]
-    assert len(times) == SCHEDULED
-    assert later <= min(times) <= max(times) < later + timedelta(seconds=SKEW - 10)
 
 
 @pytest.mark.extended

@@ -1,9 +1,6 @@
 """Millions of tasks or operations do not slow a page: each page reads bounded parts of an index, or single rows."""
 
 import math
-import uuid
-from collections import Counter
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,11 +15,9 @@ from outbox.admin.table import TaskTable
 from outbox.console import application
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING
-from outbox.devtools.emulators import Emulators
-from outbox.table.states import NEVER, STATES
-from tests.support.console import ORIGIN, console
-from tests.support.counting import Counting
-from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, insert, opened, row
+from outbox.table.states import STATES
+from tests.support.console import ORIGIN
+from tests.support.operations import CALLS, OF_STATES, insert, opened, row
 from tests.support.spanner import record_requests
 from tests.support.statements import scans, unbounded
 
@@ -54,14 +49,6 @@ def fill(database: Database) -> None:
     insert(database, [*rows, row("head", OrderingKey="k"), row("keyed", OrderingKey="k")])
     table = TaskTable(opened(database))
     admin.changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
-
-
-def add(database: Database, number: int, hours: int) -> None:
-    """Insert a number of ready tasks, of scheduled and of dead ones, behind those with fewer hours in the index."""
-    later = hours * timedelta(hours=1)
-    dead = {"AvailableAt": NEVER + later, "LastError": "x: y"}
-    for columns in ({"CreatedAt": CREATED + later}, {"AvailableAt": FUTURE + later}, dead):
-        insert(database, (row(str(uuid.uuid4()), **columns) for _ in range(number)))
 
 
 @pytest.mark.extended
@@ -98,39 +85,3 @@ def unbounded_of(name: str, request: Any, *, is_exact: bool) -> list[str]:
         most = backlog.MAX_TOTAL / (ranges if key == "ceiling" else 1)
         assert int(values[key]) <= (math.inf if is_exact else most), (key, values[key])
     return unbounded(request.sql)
-
-
-@pytest.mark.long("the emulator needs minutes for 9,900 tasks")
-@pytest.mark.timeout(1_800)
-def test_requests_and_rows_do_not_depend_on_the_number_of_tasks(
-    emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a thousandth of the limits, 900 and 9,900 tasks. The emulator compares all rows for each range."""
-    for name, most in {"COUNT_LIMIT": 10, "MIN_COUNT_LIMIT": 1, "MAX_TOTAL": 100}.items():
-        monkeypatch.setattr(backlog, name, most)
-    monkeypatch.setattr(admin.tasks, "ERRORS_READ", 100)
-    monkeypatch.setattr(admin.table, "TOPIC_ROWS", 20)
-    with Counting(emulators.spanner_host) as proxy:
-        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        add(database, 300, 1)
-        before = asked(database, proxy)
-        add(database, 3_000, 2)
-        assert asked(database, proxy) == before
-
-
-def asked(database: Database, proxy: Counting) -> list[tuple[str, Counter[Any], Counter[Any]]]:
-    """Return the requests and the rows of answers of each page."""
-    caller, found = console(database), []
-    for path in (
-        "/",
-        "/tasks",
-        "/tasks?state=pending&order=oldest",
-        "/tasks?state=retrying",
-        "/search?q=k",
-        "/blocked",
-    ):
-        proxy.clear()
-        caller.app.console.status.forget()  # type: ignore[attr-defined]  # an ASGI callable
-        assert caller.get(path).status_code == 200
-        found.append((path, Counter(proxy.counts), Counter(proxy.rows)))
-    return found

@@ -15,7 +15,6 @@ from outbox.admin.table import TaskTable
 from outbox.console import readings
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
-from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from tests.support.console import SAME, console
 from tests.support.operations import CREATED, FUTURE, PAST, insert, opened, pause, row
@@ -145,23 +144,17 @@ def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> 
         assert "x" * 150 in text(console(database).get(path).text)
 
 
-def test_a_topic_is_paused_and_limited_by_a_named_person(database: Database) -> None:
+def test_a_topic_is_paused_by_a_named_person(database: Database) -> None:
     insert(database, [row("a")])
     caller, table = console(database), TaskTable(opened(database))
-    for place, form in {
-        "pause?name=orders": "reason=too+many+errors",
-        "controls?name=orders&rate=10&burst=20": "",
-        "resume?name=orders": "",
-    }.items():
-        answer = caller.post(f"/topic/{place}", headers=SAME, content=form)
+    for place, form in (("pause", "reason=too+many+errors"), ("resume", "")):
+        answer = caller.post(f"/topic/{place}?name=orders", headers=SAME, content=form)
         assert answer.status_code == 303, answer.text
         shown = caller.get(answer.headers["location"]).text
         assert "Workers apply it within 10 seconds. 0 of 0 have reported since then." in shown
-    recorded = admin.operations.latest(table, 10)
-    assert [each.operation for each in reversed(recorded)] == ["pause", "controls", "resume"]
-    assert {each.principal for each in recorded} == {"jane@example.com"}
-    assert recorded[-1].reason == "too many errors"
-    assert "at most 10 tasks a second, 20 at once" in text(caller.get("/topic?name=orders").text)
+    assert [(each.operation, each.principal, each.reason) for each in admin.operations.latest(table, 10)] == [
+        ("resume", "jane@example.com", None), ("pause", "jane@example.com", "too many errors"),
+    ]  # fmt: skip
 
 
 def test_a_topic_is_checked_and_its_controls_are_forgotten(
@@ -198,32 +191,9 @@ def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retr
     assert "will be dead again" in caller.get("/tasks/retry?state=dead").text
 
 
-def test_a_route_is_previewed_with_its_tasks_and_the_equivalent_commands(
-    database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
-    insert(database, [row("a")])
-    caller, table = console(database), TaskTable(opened(database))
-    admin.topics.change(table, "controls", ["orders"], {"max_in_flight": 5})
-    form = f"route={topic}&unset=max-in-flight"
-    place = caller.post("/topic/ask?name=orders", headers=SAME, content=form).headers["location"]
-    preview = text(caller.get(place).text)
-    assert f"at most 5 in flight → published to {topic}. Nothing has been changed yet." in preview
-    assert f"1 task of orders would be published to {topic}. " in preview
-    assert "order holds only within a topic" in preview
-    assert f"--route={topic} --reason=TEXT -- orders && outbox topics unset --project" in preview
-    assert "--reason=TEXT -- orders max-in-flight" in preview
-    refused = caller.post(place, headers=SAME, content="")
-    assert (refused.status_code, "A reason is required" in refused.text) == (400, True)
-    assert caller.post(place, headers=SAME, content="reason=it+moved").status_code == 303
-    assert admin.topics.controls(table) == {"orders": TopicControls(publish_to=topic)}
-    assert f"→ {topic}" in text(caller.get("/").text)
-
-
 @pytest.mark.parametrize(
     ("path", "form", "status", "sentence"),
     [
-        ("/topic/ask?name=orders", "rate=fast", 400, "with a burst.  'fast' is not allowed"),
         ("/topic/ask?name=orders", "", 400, "The form is empty"),
         ("/topic/ask?name=orders", "max-in-flight=5&unset=max-in-flight", 400, "The form sets and removes a value"),
         ("/topic/ask?name=orders", "route=a%00b", 400, "instead.  'a\\x00b' is not"),

@@ -131,31 +131,46 @@ def test_a_row_equals_that_of_outbox_register(
 def test_the_task_is_committed_and_rolled_back_with_the_order(
     stack: DbApi, orders_database: Database, set_metrics: Callable[[Any], None]
 ) -> None:
-    """Each call counts once and returns an ID, whatever becomes of the transaction."""
+    """Nothing is left for the next transaction, and no lock. Each call counts once, whatever becomes of it.
+
+    An ID that is taken fails the commit with an error of the layer, such as sqlalchemy.exc.IntegrityError.
+    """
     counter = mock.Mock()
     set_metrics(counter)
-    kept, lost = str(uuid.uuid4()), str(uuid.uuid4())
+    taken, lost, kept = (str(uuid.uuid4()) for _ in range(3))
     with stack.transaction() as handle:
-        stack.order(handle, kept)
-        stack.register(handle, "orders", b"", task_id=kept)
-        assert rows(orders_database, kept) == ([], [])
+        stack.order(handle, taken)
+        stack.register(handle, "orders", b"", task_id=taken)
+        assert rows(orders_database, taken) == ([], [])
+    assert rows(orders_database, taken) == ([taken], [taken])
 
-    def failing() -> None:
+    def work(id: str) -> None:
         with stack.transaction() as handle:
-            stack.register(handle, "orders", b"", task_id=lost)
             stack.order(handle, lost)
-            raise LookupError
+            stack.register(handle, "orders", b"", task_id=lost)
+            stack.register(handle, "orders", b"a message", task_id=id)
+            if id == "raise":
+                raise LookupError
 
-    with pytest.raises(LookupError):
-        failing()
-    assert rows(orders_database, kept, lost) == ([kept], [kept])
-    with stack.transaction() as handle:
-        first = stack.register(handle, "orders", b"")
+    for id, error in (("raise", LookupError), (taken, stack.errors.IntegrityError)):
+        with pytest.raises(error) as caught:
+            work(id)
+        with stack.transaction() as handle:
+            stack.order(handle, f"{kept}{id == 'raise'}")
+    text = str(caught.value)
+    assert re.search(f"{taken}.*Use another ID, or register_once", text)
+    assert "YSBtZXNzYWdl" not in text, "the message is in the error"
+    assert rows(orders_database, lost, kept) == ([], [])
+    with closing(DbApi(orders_database)) as other:
+        other.order(other._connection, lost)
+        other.register(other._connection, "orders", b"", task_id=kept)
+        other._connection.autocommit = True  # commits
+    assert rows(orders_database, lost, kept) == ([lost], [kept])
     with stack.transaction() as handle:
         assert stack.register_once(handle, "orders", b"", task_id=kept) is False
-        stack.order(handle, first)
-    assert rows(orders_database, first) == ([first], [first])
-    assert counter.increment.call_args_list == [mock.call("outbox.registered_task_count", 1, ["topic:orders"])] * 3
+        stack.order(handle, kept)
+    assert rows(orders_database, kept) == ([kept], [kept])
+    assert counter.increment.call_args_list == [mock.call("outbox.registered_task_count", 1, ["topic:orders"])] * 6
 
 
 def test_every_replay_inserts_the_same_task(stack: DbApi, orders_database: Database) -> None:
@@ -215,33 +230,6 @@ def test_all_tasks_of_a_transaction_are_one_statement(stack: DbApi, orders_datab
     assert values == [[True, None, None], [False, None, "k"], [False, 2040, None], [False, None, None]]
 
 
-def test_nothing_is_left_for_the_next_transaction(stack: DbApi, orders_database: Database) -> None:
-    """Of the same connection: after a rollback, after a commit that failed, and after one that did not."""
-    taken, lost, kept = (str(uuid.uuid4()) for _ in range(3))
-    with stack.transaction() as handle:
-        stack.register(handle, "orders", b"", task_id=taken)
-
-    def work(id: str) -> None:
-        with stack.transaction() as handle:
-            stack.order(handle, lost)
-            stack.register(handle, "orders", b"", task_id=lost)
-            stack.register(handle, "orders", b"", task_id=id)
-            if id == "raise":
-                raise LookupError
-
-    for id, error in (("raise", LookupError), (taken, stack.errors.IntegrityError)):
-        with pytest.raises(error):
-            work(id)
-        with stack.transaction() as handle:
-            stack.order(handle, f"{kept}{id == 'raise'}")
-    assert rows(orders_database, lost, kept, taken) == ([], [taken])
-    with closing(DbApi(orders_database)) as other:  # no transaction has kept a lock
-        other.order(other._connection, lost)
-        other.register(other._connection, "orders", b"", task_id=kept)
-        other._connection.autocommit = True  # commits
-    assert rows(orders_database, lost, kept) == ([lost], [kept])
-
-
 def test_cancel_and_register_may_follow_one_another(stack: DbApi, orders_database: Database) -> None:
     """In any order, also of one key, and for a task that the same transaction has registered it says so."""
     old, new, other = (str(uuid.uuid4()) for _ in range(3))
@@ -279,29 +267,6 @@ def test_nested_blocks_of_django(orders_database: Database) -> None:
         nested(kept, fails=False)
         nested(lost, fails=True)
     assert rows(orders_database, kept, lost) == ([kept], [kept])
-
-
-def test_a_taken_id_fails_the_commit_and_holds_no_lock(stack: DbApi, orders_database: Database) -> None:
-    """The commit fails with an error of the layer, such as sqlalchemy.exc.IntegrityError, and is rolled back."""
-    id = str(uuid.uuid4())
-    with stack.transaction() as handle:
-        stack.register(handle, "orders", b"", task_id=id)
-
-    def again() -> None:
-        with stack.transaction() as handle:
-            stack.order(handle, id)
-            stack.register(handle, "orders", b"a message", task_id=id)
-
-    with pytest.raises(stack.errors.IntegrityError) as caught:
-        again()
-    text = str(caught.value)
-    assert re.search(f"{id}.*Use another ID, or register_once", text)
-    assert "YSBtZXNzYWdl" not in text, "the message is in the error"
-    with closing(DbApi(orders_database)) as other, other.transaction() as handle:
-        other.order(handle, id)
-    with stack.transaction() as handle:
-        assert stack.register_once(handle, "orders", b"", task_id=id) is False
-    assert rows(orders_database, id) == ([id], [id])
 
 
 def test_a_replay_with_another_answer_fails(stack: DbApi, orders_database: Database) -> None:

@@ -192,21 +192,6 @@ def test_an_emulator_that_does_not_start_is_given_up(
     _expect_not_reached(sentence)
 
 
-def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
-    """On the loopback interface only; `ended` names an emulator that has ended, with the reason."""
-    sdk(spanner=LISTEN.replace("sys.argv[-1]", "sys.argv[2]"))
-    with emulators.running(spanner_flags=["--enable_fault_injection"]) as running:
-        spanner, pubsub = running.children
-        words = f"arguments: --host_port 127.0.0.1:{spanner.port} --enable_fault_injection"
-        eventually(lambda: words in spanner.written())
-        eventually(lambda: f"arguments: --host=127.0.0.1 --port={pubsub.port}" in pubsub.written())
-        assert running.ended() is None
-        pubsub.process.kill()
-        reason = eventually(running.ended)
-    assert reason is not None
-    assert reason.startswith("the Pub/Sub emulator was killed by SIGKILL. Its last lines:")
-
-
 def test_both_emulators_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
     """No emulator outlives an exception; one that ignores SIGTERM is killed."""
     monkeypatch.setattr(child_process, "EMULATOR_STOP_SECONDS", 0.5)

@@ -6,21 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from datadog.dogstatsd.base import DogStatsd
 
-import outbox
-from outbox.testing import RecordingTransaction
 from publishworker.delivery.claim import Delivered
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Published
-from tests.support.dogstatsd import Agent, Sample, UnixAgent, listening
+from tests.support.dogstatsd import Agent, UnixAgent, listening
 from tests.support.parts import claim_of
 from tests.support.waiting import eventually
 
@@ -55,13 +52,6 @@ def silent_socket(unix_agent: UnixAgent) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
         end.bind(str(unix_agent.path))
         yield end
-
-
-def test_applications_count_registered_tasks_through_the_same_client(agent: Agent, set_metrics: Any) -> None:
-    set_metrics(DogStatsd())
-    outbox.register(RecordingTransaction(), "orders", b"")
-    eventually(lambda: agent.heard)
-    assert agent.heard == [Sample("outbox.registered_task_count", 1, "count", frozenset({"topic:orders"}))]
 
 
 @pytest.mark.parametrize("url", ["", "nonsense://nowhere"])

@@ -9,7 +9,6 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import backlog, changes, operator_sql
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.errors import OutboxError
 from outbox.table.states import NEVER
 from tests.support.operations import (
     FUTURE,
@@ -81,19 +80,6 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
         assert changes.count(table, TaskSelection(state=state), exact=True) == Count(15)
     assert str(Count(1)) == "1 task"
     assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"), [("purge", (None, "dead", "pending", "retrying", "scheduled")), ("cancel", (None, "sent"))]
-)
-def test_a_state_that_a_change_is_not_for_is_refused(table: TaskTable, name: str, wrong: tuple[str | None, ...]):
-    for state in wrong:
-        with pytest.raises(OutboxError, match=f"{name} is for tasks that are .*, not for {state or 'any'}"):
-            changes.change(table, name, TaskSelection(state=state, ids=("a",)))
-
-
-def of_ids(*ids: str) -> TaskSelection:
-    return TaskSelection(state=changes.ANY_UNSENT, ids=ids)
 
 
 SENT = {"SentAt": PAST}

@@ -1,9 +1,7 @@
 """Pub/Sub's endpoint for ordered tasks: when `check` warns, which values are refused, where the worker connects."""
 
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,12 +14,12 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.devtools.emulators import Emulators
-from outbox.program.pubsub import create_topic_command, open_pubsub
-from outbox.program.settings import PubSubSettings
+from outbox.program.pubsub import open_pubsub
+from publishworker.process import cli
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Failed, LockedRow, Published
+from publishworker.types import LockedRow, Published
+from tests.support.commands import here
 from tests.support.fakes import serialized
-from tests.support.processes import run
 from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import PubSubServer
 from tests.support.relays import register
@@ -40,7 +38,7 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     def warnings(**environment: str) -> list[str]:
         named = {f"OUTBOX_{name.upper()}": value for name, value in NAMED.items()}
         named |= {"OUTBOX_DATABASE": database.database_id, **environment}
-        done = run("publishworker", "check", environment=emulators.environment() | named, seconds=30)
+        done = here("check", environment=emulators.environment() | named, program=cli.main)
         assert done.code == (3 if "PUBSUB_EMULATOR_HOST" in environment else 0)
         return [line for line in done.stdout.splitlines() if line.startswith("warning")]
 
@@ -105,25 +103,3 @@ def test_the_channel_connects_to_the_endpoint(
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
     open_pubsub(place())
     assert channels.pop()[0] == "pubsub.googleapis.com:443"
-
-
-@pytest.mark.usefixtures("emulators")
-def test_the_advice_for_a_missing_topic_fits_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the emulator, gcloud would create the topic in Google Cloud. The endpoint stands for Google Cloud here."""
-    host = os.environ["PUBSUB_EMULATOR_HOST"]
-    row = LockedRow("a", "missing", serialized(), None, datetime.now(UTC), None, None)
-
-    def error(settings: PubSubSettings) -> str:
-        command = partial(create_topic_command, settings)
-        publisher = PubSubPublisher(open_pubsub(settings), PROJECT, create_command=command)
-        failure = publisher.publish("missing", [row], 5)["a"]
-        assert isinstance(failure, Failed)
-        return failure.error
-
-    settings = place()
-    there = f"{PROJECT}/{settings.instance}/{settings.database}"
-    assert f"Create it: `outbox emulators --create {there} --topic missing`. Pub/Sub: " in error(settings)
-    monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
-    name = f"projects/{PROJECT}/topics/missing"
-    endpoint = place(pubsub_endpoint=f"http://{host}")
-    assert f"Create it: `gcloud pubsub topics create {name}`. Pub/Sub: " in error(endpoint)

@@ -1,7 +1,6 @@
 """The relay in this process on the real emulators: polls, publishes and marks."""
 
 import base64
-import threading
 import uuid
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
@@ -28,17 +27,9 @@ from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.parts import poll_request, relay_of
 from tests.support.pubsub import PubSub, Subscription
-from tests.support.relays import (
-    Account,
-    account,
-    execute,
-    register,
-    unsent,
-)
+from tests.support.relays import EACH_ONCE, account, execute, register, unsent
 from tests.support.spanner import PROJECT, place, query
 from tests.support.waiting import eventually
-
-COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
 
 
 def make_relay(
@@ -113,26 +104,23 @@ def test_the_subscriber_receives_the_registered_messages(
     ]
 
 
-def test_one_table_serves_several_topics(database: Database, pubsub: PubSub) -> None:
-    """Each row goes to its own topic, by its full name or by its id (A08)."""
+def test_everything_registered_is_received_once(database: Database, pubsub: PubSub) -> None:
+    """On its topic, by name or ID (A08), in ten shards or one (A17), also of eight batches that abort each other.
+
+    SentAt is Spanner's time, and the row is kept (A34, A35).
+    """
     first, second = pubsub.new_topic(), pubsub.new_topic()
     subscriptions = [pubsub.new_subscription(first), pubsub.new_subscription(second)]
-    ids = [register(database, first, 3), register(database, second.rpartition("/")[2], 2)]
-    turn_until_all_sent(make_relay(database), database)
-    assert [account(*each) for each in zip(ids, subscriptions, strict=True)] == [COMPLETE] * 2
-
-
-def test_everything_registered_is_received_once(database: Database, topic: str, subscription: Subscription) -> None:
-    """Also of eight batches that abort each other; SentAt is Spanner's time, and the row is kept (A34, A35)."""
-    ids: list[str] = []
+    ids: list[list[str]] = [[], []]
     for size, options in ((1, {}), (7, {}), (100, {}), (5, {"batches": 8, "emulator": False})):
-        ids += register(database, topic, 20)
+        ids[0] += register(database, first, 10)
+        ids[1] += register(database, second.rpartition("/")[2], 10, ordering_key="of one shard")
         published = turn_until_all_sent(make_relay(database, size=size, **{"batches": 4, **options}), database)
         assert published == 20 or "emulator" in options
     rows = query(database, "SELECT CreatedAt, SentAt FROM AsynchronousTasks")
     assert len(rows) == 80
     assert all(created_at < sent_at for created_at, sent_at in rows)
-    assert account(ids, subscription) == COMPLETE
+    assert [account(*each) for each in zip(ids, subscriptions, strict=True)] == [EACH_ONCE] * 2
 
 
 def test_a_task_is_sent_again_by_plain_dml(
@@ -154,52 +142,13 @@ def test_a_task_is_sent_again_by_plain_dml(
     assert len({each.message_id for each in received}) == 6
 
 
-def test_polling_neither_blocks_nor_aborts_a_callers_transaction(database: Database, topic: str) -> None:
-    """A snapshot takes no locks: a registration that is open all the while commits at its first attempt (A18)."""
-    store = SpannerStore(database, Layout(10))
-    attempts = []
-
-    def work(transaction: object) -> None:
-        attempts.append(1)
-        outbox.register(transaction, topic, b"")
-        polled = threading.Thread(target=lambda: store.poll(poll_request(topic, due=True)))
-        polled.start()
-        polled.join(20)
-        assert not polled.is_alive()
-
-    database.run_in_transaction(work)
-    assert attempts == [1]
-
-
-def test_sent_rows_do_not_widen_the_ranges_of_the_poll(database: Database, topic: str) -> None:
-    """The index ranges of the poll, read as ranges: pending or due tasks only, and no sent, scheduled or dead ones."""
-    pending = set(register(database, topic, 20))
-    due = set(register(database, topic, 5, available_at=datetime.now(UTC) - timedelta(hours=1)))
-    others = {"scheduled": (datetime.now(UTC) + timedelta(hours=1), None), "dead": (NEVER, None)}
-    others["sent"] = (None, COMMIT_TIMESTAMP)
-    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "AvailableAt", "SentAt")
-    with database.batch() as batch:
-        for name, times in others.items():
-            rows = [(f"{name}-{n}", topic, b"", 1, COMMIT_TIMESTAMP, *times) for n in range(100)]
-            batch.insert("AsynchronousTasks", columns, rows)
-
-    def in_range(start: datetime | None, end: datetime | None) -> set[str]:
-        keys = [[[shard, None, topic, each] for each in (start, end)] for shard in range(10)]
-        ranges = KeySet(ranges=[KeyRange(start_closed=first, end_closed=last) for first, last in keys])
-        with database.snapshot() as snapshot:
-            return {id for [id] in snapshot.read("AsynchronousTasks", ["Id"], ranges, index="AsynchronousTasksToSend")}
-
-    assert in_range(None, None) == pending
-    assert in_range(datetime(1, 1, 1, tzinfo=UTC), datetime.now(UTC)) == due
-    store = SpannerStore(database, Layout(10))
-    assert {each.id for each in store.poll(poll_request(topic))} == pending
-    assert {each.id for each in store.poll(poll_request(topic, due=True))} == pending | due
-
-
 def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Database, topic: str) -> None:
-    """The same ids as plain SQL over the table, in the same order within each shard and topic (A21)."""
+    """The same ids as plain SQL over the table, in the same order within each shard and topic (A21).
+
+    The ranges of the index that it reads have no sent, scheduled or dead task (A22).
+    """
     now, random, other = datetime.now(UTC), Random(5), f"{topic}-other"
-    times = [None, None, now - timedelta(hours=1), now - timedelta(days=1), now + timedelta(days=1)]
+    times = [None, None, now - timedelta(hours=1), now - timedelta(days=1), now + timedelta(days=1), NEVER]
     columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "AvailableAt", "SentAt")
     rows = [
         (
@@ -229,25 +178,14 @@ def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Databa
     )
     assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 
+    def in_range(name: str, start: datetime | None, end: datetime | None) -> set[str]:
+        keys = [[[shard, None, name, each] for each in (start, end)] for shard in range(10)]
+        ranges = KeySet(ranges=[KeyRange(start_closed=first, end_closed=last) for first, last in keys])
+        with database.snapshot() as snapshot:
+            return {id for [id] in snapshot.read("AsynchronousTasks", ["Id"], ranges, index="AsynchronousTasksToSend")}
 
-@pytest.mark.parametrize("one_shard", [False, True])
-def test_any_spread_over_the_shards_is_sent_in_as_few_turns(database: Database, topic: str, one_shard: bool) -> None:
-    """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
-    drawn = [str(uuid.uuid4()) for _ in range(1_000)]
-    ids = (in_shard(database, drawn, "a key") if one_shard else drawn)[:40]
-    assert len(ids) == 40
-    with database.batch() as batch:
-        for id in ids:
-            outbox.register(batch, topic, b"", task_id=id)
-    publisher = FakePublisher(topic)
-    turn_until_all_sent(make_relay(database, publisher, size=20), database, max_turns=6)
-    assert sorted(publisher.ids()) == sorted(ids)
-
-
-def in_shard(database: Database, names: list[str], key: str) -> list[str]:
-    shard = "ABS(MOD(FARM_FINGERPRINT({}), 10))"
-    statement = f"SELECT each FROM UNNEST(@names) AS each, UNNEST(@key) AS k WHERE {shard} = {shard}"
-    return [name for [name] in query(database, statement.format("each", "k"), names=names, key=[key])]
+    ranges = [(name, *each) for name in (topic, other) for each in ((None, None), (first, now))]
+    assert set().union(*(in_range(*each) for each in ranges)) == {id for id, *_ in scanned}
 
 
 def test_two_relays_publish_a_task_once(database: Database, topic: str, subscription: Subscription) -> None:

@@ -154,8 +154,10 @@ DIFFERENT = [
     ("PRIMARY KEY (Id)", "PRIMARY KEY (Id DESC)", f"{TABLE}, primary key", "Id DESC", "Id"),
     ("OLDER_THAN(SentAt", "OLDER_THAN(CreatedAt", f"{TABLE}, deletion of unsent tasks",
      "OLDER_THAN(CreatedAt, INTERVAL 7 DAY)", "never"),
-    ("Priority DESC, CreatedAt", "Priority, CreatedAt", f"{TO_SEND}, definition",
-     f"ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority, CreatedAt) {STORING}",
+    # Polls could not use it, because SentAt is NULL until a task is sent.
+    ("CREATE INDEX AsynchronousTasksToSend", "CREATE NULL_FILTERED INDEX AsynchronousTasksToSend",
+     f"{TO_SEND}, definition",
+     f"ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt) {STORING} NULL_FILTERED",
      f"ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt) {STORING}"),
     ("STORING (AvailableAt)", "STORING (BlockedBy)", "index AsynchronousTasksInOrder, definition",
      f"{IN_ORDER} STORING (BlockedBy)", f"{IN_ORDER} STORING (AvailableAt)"),
@@ -175,26 +177,21 @@ def test_each_difference_is_named_and_nothing_is_created(empty_database: Databas
     with pytest.raises(SchemaDiffers) as caught:
         schema.apply(empty_database, wanted)
     sentences = [f"{part}: the database has {has}, expected {expected}" for _, _, part, has, expected in DIFFERENT]
-    assert all(sentence in str(caught.value) for sentence in sentences)
+    assert [each for each in sentences if each not in str(caught.value)] == []
     missing = "table AsynchronousTaskWorkers is missing"
     assert sorted(schema.differences(empty_database, wanted)) == sorted([*sentences, missing])
     assert "AsynchronousTaskWorkers" not in tables(empty_database)
 
 
 def test_another_object_of_our_name_is_refused(empty_database: Database) -> None:
-    """A table without a column, and an index on another table; nothing is created."""
+    """An index on another table, and a table without a required column. Nothing is created."""
     change(empty_database, "CREATE TABLE T (A INT64) PRIMARY KEY (A)", "CREATE INDEX AsynchronousTasksToSend ON T (A)")
     with pytest.raises(SchemaDiffers, match=r"index AsynchronousTasksToSend, definition: the database has ON T \(A\)"):
         schema.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"T"}
-    table = ddl.statements()[0].replace("  LastError   STRING(MAX),\n", "")
-    table = table.replace("  Priority    INT64       NOT NULL,\n", "")
+    table = ddl.statements()[0].replace("  Priority    INT64       NOT NULL,\n", "")
     change(empty_database, "DROP INDEX AsynchronousTasksToSend", "DROP TABLE T", table)
-    missing = (
-        r"table AsynchronousTasks, column Priority is missing: expected INT64 NOT NULL\n"
-        r"  table AsynchronousTasks, column LastError is missing: expected STRING\(MAX\)"
-    )
-    with pytest.raises(SchemaDiffers, match=missing):
+    with pytest.raises(SchemaDiffers, match="AsynchronousTasks, column Priority is missing: expected INT64 NOT NULL"):
         schema.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"AsynchronousTasks"}
 
@@ -225,18 +222,6 @@ def test_missing_columns_and_constraints_are_added(empty_database: Database) -> 
     ]
     assert schema.differences(empty_database, wanted, free=()) == []
     assert query(empty_database, "SELECT Attempts, LastError, Tenant FROM AsynchronousTasks") == [[0, None, None]]
-
-
-def test_an_index_that_leaves_out_unsent_tasks_is_refused(empty_database: Database) -> None:
-    """Polls cannot use a NULL_FILTERED index, because SentAt is NULL until a task is sent."""
-    wanted = ddl.statements()
-    filtered = [
-        each.replace(f"CREATE INDEX {TO_SEND[6:]}", f"CREATE NULL_FILTERED INDEX {TO_SEND[6:]}") for each in wanted
-    ]
-    change(empty_database, *filtered)
-    [sentence] = schema.differences(empty_database, wanted)
-    assert sentence.startswith(f"{TO_SEND}, definition: the database has ON AsynchronousTasks (Shard, SentAt")
-    assert f"{STORING} NULL_FILTERED, expected" in sentence
 
 
 def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Database) -> None:

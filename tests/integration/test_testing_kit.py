@@ -242,21 +242,6 @@ def test_wrong_ddl_is_an_error_that_names_the_file(
     assert "database.py" not in ended.stdout
 
 
-MIGRATED = """
-import os
-import pytest
-from outbox.table import ddl
-from publishworker.testing import Migrate, OutboxRelay, Published
-
-@pytest.fixture(scope="session")
-def outbox_migrate() -> Migrate:
-    def migrate(database):
-        assert database.name.split("/")[1] == os.environ["OUTBOX_PROJECT"]
-        own = "CREATE TABLE Orders (Id STRING(36)) PRIMARY KEY (Id)"
-        database.update_ddl([own, *ddl.statements(shards=3)]).result()
-
-    return migrate
-"""
 READY = """
 import pytest
 from google.cloud import spanner
@@ -295,10 +280,9 @@ def test_an_order(run, seeded, outbox_database, outbox_relay, published):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("conftest", [MIGRATED, READY], ids=["migrated", "ready"])
-def test_the_schema_may_come_from_migrations_or_be_ready(emulators: Emulators, tmp_path: Path, conftest: str) -> None:
-    """Three shards are those of the migration. The fixture adds nothing to it."""
-    for name, text in {"conftest.py": conftest, "test_orders.py": USED, "pytest.ini": "[pytest]\n"}.items():
+def test_the_database_may_be_ready(emulators: Emulators, tmp_path: Path) -> None:
+    """With three shards. The fixture adds nothing to it."""
+    for name, text in {"conftest.py": READY, "test_orders.py": USED, "pytest.ini": "[pytest]\n"}.items():
         (tmp_path / name).write_text(text)
     ended = run(tmp_path, **emulators.environment())
     assert "2 passed" in ended.stdout, ended.stdout

@@ -100,7 +100,12 @@ def by_page(_command: Commands, caller: TestClient, topic: str, change: Change) 
         assert 400 <= asked.status_code < 500
         return text(asked.text)
     place = asked.headers["location"]
-    assert "Nothing has been changed yet." in text(caller.get(place).text)
+    preview = text(caller.get(place).text)
+    assert "Nothing has been changed yet." in preview
+    shown = [name if value is None else f"--{name}={value}" for name, value in change.items()]
+    assert [word for word in shown if word not in preview] == [], "in the equivalent command"
+    if change.get("route"):
+        assert caller.post(place, headers=SAME, content="").status_code == 400  # without a reason
     written = caller.post(place, headers=SAME, content="reason=why")
     assert written.status_code == 303, text(written.text)
     return ""

@@ -1,7 +1,6 @@
 """Whether any unsent task is left to send, and of which topics."""
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -10,6 +9,7 @@ from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.spanner.unsent import any_to_send, topics_in_use
+from tests.support.operations import OF_STATES, insert, row
 from tests.support.parts import poll_request
 from tests.support.store_harness import SpannerHarness
 
@@ -24,22 +24,7 @@ def harness(database: Database) -> SpannerHarness:
     return SpannerHarness(database)
 
 
-STATES: list[tuple[dict[str, Any], str]] = [
-    ({}, "pending"),
-    ({"available_at": PAST, "attempts": 2}, "pending"),
-    ({"available_at": FUTURE, "attempts": 1}, "retrying"),
-    ({"available_at": LATE, "attempts": 3}, "retrying"),
-    ({"available_at": FUTURE}, "scheduled"),
-    ({"available_at": LATE}, "scheduled"),
-    ({"available_at": FUTURE, "attempts": 2, "blocked_by": "head"}, "blocked"),
-    ({"available_at": PAST, "blocked_by": "head"}, "pending"),
-    ({"available_at": NEVER, "attempts": 10}, "dead"),
-    ({"available_at": NEVER + timedelta(hours=23)}, "dead"),
-    ({"sent_at": PAST}, ""),
-]
-
-
-def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness) -> None:
+def test_pending_and_retrying_tasks_are_work(database: Database, harness: SpannerHarness) -> None:
     """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them."""
     key = {"ordering_key": "same-shard"}
     for n in range(5):
@@ -56,8 +41,8 @@ def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness) -> None:
     harness.control("misrouted", TopicControls(paused=True, publish_to="no topic"))
     assert not any_to_send(harness.store, misrouted=True)
     harness.delete("misrouted")
-    for columns, state in STATES:
-        harness.insert("a", topic="orders", **columns, **key)
+    for state, columns in ((state, columns) for state, of in OF_STATES.items() for columns in of):
+        insert(database, [row("a", **columns | {"OrderingKey": "same-shard"})])
         assert any_to_send(harness.store) == (state in ("pending", "retrying")), columns
         assert topics_in_use(harness.store)[0] - {"orders"} == {"paused"}
         harness.delete("a")

@@ -1,5 +1,6 @@
 """`outbox workers` on rows of workers, and the circuits in `status` and `topics`: what they print, and exit codes."""
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
     insert(database, [row("a-1"), row("b-1", Topic="paused"), row("c-1", Topic="fine"), row("d-1", "dead")])
     with database.batch() as batch:
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("paused", True)])
-    live(database, a=INFO | {"circuits": [CIRCUIT]}, b=INFO)
+    live(database, a=INFO | {"circuits": [CIRCUIT]}, b=INFO | {"settings": {"batch_size": 50}})
     circuit = "the circuit of the topic is open in 1 of 2 workers (not_found), and the next probe is in "
     notes = outbox.here("list").stderr.splitlines()
     assert [note.startswith(f"outbox: due tasks of orders wait: {circuit}") for note in notes] == [True, False]
@@ -75,6 +76,8 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
     browser = TestClient(console.app(opened(database)), base_url=ORIGIN)
     for path in ("/task?id=a-1", "/tasks?state=pending", "/topic?name=orders"):
         assert circuit in browser.get(path).text, path
+    marked = re.findall(r'<span class="differs">(.*?)<', browser.get("/workers").text)
+    assert marked == ["batch_size=default", "batch_size=50"]
     assert "as soon as it can" in browser.get("/task?id=c-1").text
     assert "But the topic is paused" in browser.get("/task?id=b-1").text
 
