@@ -213,6 +213,8 @@ class Audit:
             self.problem(f"{id} is restored with SentAt {row.sent_at}, and was received {task.received} times")
         if differs and not named:
             self.problem(f"{id} is restored with other {sorted(differs)}")
+        if row.sent_at is not None:
+            self.sent[id].add(row.sent_at)
         if not named:
             self.disturbances["restore"] += task.received - task.resets > task.extra  # published, and not named in time
             task.put_back_by = operation
