@@ -25,8 +25,8 @@ from tests.support.operations import insert, rows_of
 from tests.support.pipeline import options, replay_settings, write_lines
 
 AT = DAY + timedelta(hours=1)
-#: Later columns than those without which there is no task. In the table, one has a default and the other may be NULL.
-LATER = ("AtMostOnce", "BlockedBy")
+#: Later columns than those without which there is no task. In the table, some have a default and others may be NULL.
+LATER = ("AtMostOnce", "BlockedBy", "TimesSent", "CancelledAt")
 
 
 def earlier(files: pa.Table) -> pa.Table:
@@ -93,5 +93,5 @@ def test_it_is_purged_or_one_sentence_says_why_not(
         archive.run(spark, settings_of(target, tmp_path), purge=True)
     assert len(rows_of(database)) == 2
     edit(window, checksum=window["checksum"])
-    change(tmp_path, lambda files: files.drop_columns(["Added", "BlockedBy"]))
+    change(tmp_path, lambda files: files.drop_columns(["Added", "BlockedBy", "CancelledAt"]))
     assert archive.run(spark, settings_of(target, tmp_path), purge=True).deleted == 2

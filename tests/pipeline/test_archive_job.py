@@ -50,7 +50,7 @@ from tests.support.archives import (
 )  # fmt: skip
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, Watch, delete, insert, insert_cancelled, row, rows_of, update
-from tests.support.pipeline import meddle, noted, purge_half_and_fail
+from tests.support.pipeline import meddle, noted, write_half_and_fail
 from tests.support.spanner import query
 from tests.support.waiting import eventually
 
@@ -238,17 +238,19 @@ def test_cancelled_tasks_are_archived_and_a_purge_keeps_a_restored_one(
     assert {id for (id,) in query(database, f"SELECT Id FROM {CANCELLED}")} == {"cancelled", "restored", "later"}
 
 
-def test_a_window_is_read_as_of_one_minute_after_its_end(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+def test_a_window_is_read_as_of_when_its_marks_are_final(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    final = timedelta(seconds=5)
+    monkeypatch.setattr(job, "MARKS_FINAL_AFTER", final)
     table = open_table(target)
     length = timedelta(seconds=2)
-    since = floor(table.now() - MINUTE, length) + length
+    since = floor(table.now() - final, length) + length
     sent_at, until = since + MICROSECOND, since + length
     insert(database, [sent(id, sent_at) for id in ("again", "gone", "reset", "same")])
-    assert table.now() < until + MINUTE, "too slow to write before the time as of which is read"
-    eventually(lambda: table.now() > until + MINUTE)
-    update(database, "again", SentAt=sent_at + timedelta(seconds=30))
+    assert table.now() < until + final, "too slow to write before the time as of which is read"
+    eventually(lambda: table.now() > until + final)
+    update(database, "again", SentAt=sent_at + timedelta(seconds=2.5))
     update(database, "reset", SentAt=None)
     delete(database, "gone")
     insert(database, [sent("too late", sent_at)])
@@ -257,7 +259,7 @@ def test_a_window_is_read_as_of_one_minute_after_its_end(
     done = run(spark, settings, purge=True)
     assert (done.windows, done.written, done.until) == (1, 4, until)
     assert archived(spark, tmp_path) == ids(("again", "gone", "reset", "same"), sent_at)
-    assert [each["read_timestamp"] for each in windows_of(tmp_path)] == [shown(until + MINUTE)]
+    assert [each["read_timestamp"] for each in windows_of(tmp_path)] == [shown(until + final)]
     assert (done.deleted, done.resent, done.missing) == (1, 2, 1)
     assert sorted(rows_of(database)) == ["again", "reset", "too late"]
 
@@ -416,8 +418,8 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     everything = [(each["Id"], each["SentAt"]) for each in tasks]
     left = [row("waits"), row("dead", AvailableAt=NEVER), sent("next", NEXT_DAY + timedelta(hours=1))]
     insert(database, [*tasks, *left])
-    monkeypatch.setattr(job, "purge_rows", purge_half_and_fail)
-    with pytest.raises(PythonException, match="when it has deleted half of its rows"):
+    monkeypatch.setattr(job, "purge_rows", partial(write_half_and_fail, job.purge_rows))
+    with pytest.raises(PythonException, match="when it has written half of its rows"):
         run(spark, settings_of(target, tmp_path), purge=True, late=True)
     monkeypatch.undo()
     assert len(left) < len(rows_of(database)) < len(tasks)

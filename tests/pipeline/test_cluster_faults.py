@@ -18,12 +18,13 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.message import RawPubsubMessage
 from tests.support import spanner
 from tests.support.archives import DAY, NEXT_DAY, purges, sent, windows_of
 from tests.support.cluster import Cluster
 from tests.support.operations import COLUMNS, insert, limit, rows_of, update
 from tests.support.pipeline import keyed_rows, write_lines
-from tests.support.processes import Finished, Process, kill_family
+from tests.support.processes import Process, kill_family
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import first_deliveries, key_orders
@@ -63,9 +64,6 @@ class Shop:
         through = {"spark.executorEnv.SPANNER_EMULATOR_HOST": self.proxy.address}
         return {"variables": self.variables | ZONES, "conf": through}
 
-    def run(self, *arguments: str) -> Finished:
-        return self.cluster.submit(*arguments, "--json", **self.options)
-
 
 @pytest.fixture
 def shop(  # noqa: PLR0917 - pytest names them
@@ -83,10 +81,11 @@ def shop(  # noqa: PLR0917 - pytest names them
 
 
 class Job(Protocol):
-    """A job that can fail in its middle. Its words are `command`, and `slow` in the first run."""
+    """A job that can fail in its middle. Its words are `command`, and `slow` in the first run. It may be a `file`."""
 
     command: tuple[str, ...]
     slow: tuple[str, ...] = ()
+    file: str = ""
 
     def __init__(self, shop: Shop) -> None: ...
 
@@ -115,6 +114,45 @@ class Register(Job):
         assert self.shop.count() == ROWS
         order = key_orders(self.shop.database, self.shop.topic)
         assert all(sorted(ids) == ids for ids in order.values()), "in the order of `sequence`"
+
+
+#: Writes files to the outbox, one in a batch, and about a hundred rows per second.
+STREAM = """
+import sys, time
+from pyspark.sql import SparkSession, functions
+
+def slow(text: str) -> str:
+    time.sleep(0.01)
+    return text
+
+folder = sys.argv[1]
+spark = SparkSession.builder.config("spark.sql.execution.arrow.maxRecordsPerBatch", 50).getOrCreate()
+rows = spark.readStream.schema("data string, topic string, ordering_key string, sequence long")
+rows = rows.option("maxFilesPerTrigger", 1).json(f"{folder}/in")
+rows = rows.withColumn("data", functions.udf(slow, "string", useArrow=True)("data"))
+query = rows.writeStream.format("outbox").option("checkpointLocation", f"{folder}/checkpoint")
+query.trigger(availableNow=True).start().awaitTermination()
+print("{}")
+"""
+
+
+class Stream(Register):
+    """Some batches are repeated."""
+
+    slow = ()
+
+    def __init__(self, shop: Shop) -> None:
+        self.shop, self.command = shop, (str(shop.folder),)
+        self.file = f"{shop.folder}/stream.py"
+        Path(self.file).write_text(STREAM)
+        (shop.folder / "in").mkdir()
+        rows = [{name: each[name] for name in each if name != "task_id"} for each in keyed_rows(shop.topic, ROWS)]
+        for number in range(4):
+            write_lines(shop.folder / "in" / f"{number}.json", rows[number::4])
+
+    def audit(self, _summary: dict[str, Any]) -> None:
+        stored = [base64.b64decode(each["Data"]) for each in rows_of(self.shop.database).values()]
+        assert sorted(int(RawPubsubMessage.FromString(each).data) for each in stored) == [*range(ROWS)]
 
 
 class Drain(Job):
@@ -241,21 +279,24 @@ def lose_spanner(shop: Shop, driver: Process) -> None:
 def check(shop: Shop, kind: type[Job], fault: Fault) -> None:
     """Run a job with a fault in its middle, run it again if it did not end by itself, and audit it."""
     job = kind(shop)
-    with shop.cluster.started(*job.command, *job.slow, "--json", **shop.options) as driver:
+    given = shop.options | {"file": job.file}
+    with shop.cluster.started(*job.command, *job.slow, "--json", **given) as driver:
         eventually(lambda: job.has_begun(driver.stderr), seconds=300, message=f"{job.command[0]} is in its middle")
         fault(shop, driver)
         driver.wait(600)
         stdout, stderr = driver.stdout, driver.stderr
     if fault is kill_the_driver:
         replay = re.search(r"continue it with --resume (\S+?)\"", stderr)
-        again = shop.run(*(("replay", "--resume", replay[1]) if replay else job.command))
-        stdout, stderr = again.stdout, again.stderr
+        words = ("replay", "--resume", replay[1]) if replay else job.command
+        with shop.cluster.started(*words, "--json", **given) as driver:
+            driver.wait(600)
+            stdout, stderr = driver.stdout, driver.stderr
     assert stdout, stderr
     job.audit(json.loads(stdout))
 
 
 @pytest.mark.parametrize("fault", [kill_an_executor, kill_the_driver])
-@pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay])
+@pytest.mark.parametrize("job", [Register, Stream, Drain, Archive, Purge, Replay])
 def test_no_killed_process_costs_or_repeats_work(shop: Shop, job: type[Job], fault: Fault):
     check(shop, job, fault)
 

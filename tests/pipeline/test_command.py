@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from google.cloud.spanner_v1.database import Database
 from py4j.clientserver import ClientServerConnection
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
@@ -25,7 +26,7 @@ from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import cli
 from outbox_pipeline.spark import session
-from outbox_pipeline.spark.stack_traces import error_from, spark_errors
+from outbox_pipeline.spark.stack_traces import _ON_EXECUTOR, _PACKED, error_from, spark_errors
 from publishworker.telemetry import clients
 from tests.support.operations import rows_of
 from tests.support.processes import Finished, run
@@ -176,6 +177,11 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
             "Python /no/python3 does not start on an executor. Set PYSPARK_PYTHON to the Python of the executors",
         ),
         (
+            "Traceback\n  File x\nModuleNotFoundError: No module named 'outbox_pipeline'",
+            NotReached,
+            f"Package outbox_pipeline is missing on an executor. {_PACKED}",
+        ),
+        (
             "Python in worker has different version: 3.12 than that in driver: 3.11, PySpark cannot run",
             NotReached,
             f"An executor has Python 3.12, but the driver has Python 3.11. {SAME_PYTHON}",
@@ -184,6 +190,8 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
     for text, kind, sentence in cases:
         made = error_from(text)
         assert (type(made), str(made)) == (kind, sentence)
+    with mock.patch.object(SparkContext, "_active_spark_context", mock.Mock(master="spark://host:7077")):
+        assert str(error_from("outbox.errors.NotReached: db is not there")) == f"db is not there. {_ON_EXECUTOR}"
     with pytest.raises(ZeroDivisionError), spark_errors():
         raise ZeroDivisionError
     with pytest.raises(OutboxError, match=r"^Spark: of Spark$"), spark_errors():

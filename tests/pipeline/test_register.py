@@ -2,10 +2,9 @@
 
 import base64
 import dataclasses
-import enum
 import json
-import random
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ from unittest import mock
 import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as f
 
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
@@ -22,10 +20,8 @@ from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs.register import job
 from outbox_pipeline.jobs.register.ids import task_id
 from tests.support.operations import rows_of
-from tests.support.pipeline import counts, register_rows_and_fail, registered, rows
+from tests.support.pipeline import counts, fail_after_writes, registered, rows
 from tests.support.spanner import INSTANCE, PROJECT
-
-AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 
 
 def settings(input: str, rejects: str, database: str, **others: Any) -> RegisterSettings:
@@ -59,39 +55,6 @@ def test_a_table_of_the_catalog_is_an_input(
     assert sorted(message_of(each).data for each in rows_of(database).values()) == [b"A", b"B", b"a", b"b"]
     topics = {id: each["Topic"] for id, each in rows_of(database).items() if message_of(each).data.islower()}
     assert topics == {task_id("orders", "2026-11-01"): "orders", task_id("usual", "2026-12-01"): "usual"}
-
-
-@pytest.mark.usefixtures("many_partitions")
-def test_rows_become_tasks_and_a_second_run_adds_none(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
-    full = {
-        "topic": "orders", "data": b"xxxx", "attributes": {"a": "é"}, "priority": 7, "ordering_key": "k",
-        "available_at": AT, "expires_at": AT.replace(microsecond=123457), "at_most_once": False, "sequence": 1,
-    }  # fmt: skip
-    given = [full, {"data": b"", "at_most_once": True}, *({"data": str(number).encode()} for number in range(300))]
-    first = registered(rows(spark, given), target, tmp_path, topic="usual")
-    assert counts(first) == (302, 302, 0, 0, 0)
-    stored = rows_of(database)
-    [one] = [each for each in stored.values() if each["Topic"] == "orders"]
-    assert message_of(one).data == b"xxxx"
-    assert dict(message_of(one).attributes) == {"a": "é", "asynchronous_task_id": one["Id"]}
-    assert (one["Priority"], one["OrderingKey"], one["AtMostOnce"], one["SentAt"]) == (7, "k", False, None)
-    assert (one["AvailableAt"], one["ExpiresAt"]) == (full["available_at"], full["expires_at"])
-    assert sorted(message_of(each).data for each in stored.values()) == sorted(each["data"] for each in given)
-    assert [each["AtMostOnce"] for each in stored.values()].count(True) == 1
-    # Half of the tasks exist. The rows have another order, and a few are repeated.
-    more = [{"data": f"more {number}".encode()} for number in range(250)]
-    mixed = [*given, *more, *given[-5:], *more[:5]]
-    random.Random(3).shuffle(mixed)
-    second = registered(rows(spark, mixed, 3), target, tmp_path, topic="usual")
-    assert counts(second) == (562, 250, 302, 10, 0)
-    assert rows_of(database).items() >= stored.items()
-    third = registered(rows(spark, mixed), target, tmp_path, topic="usual")
-    assert counts(third) == (562, 0, 552, 10, 0)
-    assert len(rows_of(database)) == 552
-    assert third.rejects is None
-    assert list(tmp_path.iterdir()) == [], "a folder of rejects is left, and there are none"
 
 
 def test_rejected_rows_can_be_corrected_and_registered(
@@ -136,12 +99,6 @@ def test_rejected_rows_can_be_corrected_and_registered(
     assert one["ExpiresAt"] == datetime(2090, 1, 1, 0, 0, 0, 2, UTC)
 
 
-def test_an_id_derives_from_the_text_of_a_value() -> None:
-    """A member of an enumeration has the format of its name."""
-    values = enum.Enum("Values", {"TOPIC": "orders", "KEY": "é"}, type=str)
-    assert task_id(*values) == task_id("orders", "é")  # type: ignore[arg-type]  # members
-
-
 def test_empty_input_and_a_single_row(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
@@ -153,34 +110,6 @@ def test_empty_input_and_a_single_row(
         assert counts(registered(given, target, tmp_path)) == (count, count, 0, 0, 0)
         assert len(rows_of(database)) == count
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_first_and_last_times_in_any_time_zone(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
-    """The session's time zone changes no time. A time outside Python's range rejects its row, not the job."""
-    east = spark.newSession()
-    east.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
-    west = spark.newSession()
-    west.conf.set("spark.sql.session.timeZone", "America/Caracas")
-    last, first = "9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00.000000Z"
-    given = [("a", None, last), ("b", first, None), ("c", "2026-11-21T13:00:00.123456Z", None), ("goog", last, last)]
-    for session, topic in ((east, "east"), (west, "west")):
-        texts = session.createDataFrame(given, "data string, available_at string, expires_at string")
-        over = session.sql(
-            "SELECT 'd' AS data, timestamp_micros(253402300800000000) AS available_at, NULL AS expires_at"
-        )
-        typed = texts.select("data", f.col("available_at").cast("timestamp"), f.col("expires_at").cast("timestamp"))
-        done = registered(typed.union(over), target, tmp_path / topic, topic=topic)
-        assert counts(done) == (5, 3, 0, 0, 2)
-        reasons = [each["reason"] for each in refused(done.rejects)]
-        assert reasons[1] == "available_at is outside of the years 1 to 9999 in UTC"
-        assert "is not before 9999-12-31" in reasons[0]
-    stored = {(each["Topic"], message_of(each).data): each for each in rows_of(database).values()}
-    for topic in ("east", "west"):
-        assert stored[topic, b"a"]["ExpiresAt"] == datetime.fromisoformat(last)
-        assert stored[topic, b"b"]["AvailableAt"] == datetime.fromisoformat(first)
-        assert stored[topic, b"c"]["AvailableAt"] == AT
 
 
 def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
@@ -210,7 +139,7 @@ def test_a_retried_spark_task_registers_no_task_twice(
     plain = [{"data": f"plain {number}".encode()} for number in range(300)]
     bad = [{"data": b"bad", "topic": "goog"}, {"data": b"bad", "at_most_once": True, "ordering_key": "k1"}]
     given = [*keyed, *plain, *there, *bad, *plain[:20], *keyed[:10], *there[:5]]
-    monkeypatch.setattr(job, "register_rows", register_rows_and_fail)
+    monkeypatch.setattr(job, "register_rows", partial(fail_after_writes, job.register_rows))
     done = registered(rows(spark, given, 3), target, tmp_path, topic="orders")
     assert counts(done) == (len(given), 750, 150, 35, 2)
     stored = rows_of(database)

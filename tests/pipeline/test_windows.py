@@ -34,7 +34,6 @@ from tests.support.archives import (
     Published,
     archived,
     edit,
-    ids,
     purges,
     rewrite,
     sent_of,
@@ -92,24 +91,6 @@ def in_delta(folder: Path) -> list[dict[str, Any]]:
     """Return the tasks as another engine reads them."""
     archive = deltalake.DeltaTable(folder).to_pyarrow_dataset()  # noqa: F841 - the query names it
     return duckdb.sql("SELECT * FROM archive ORDER BY Id").to_arrow_table().to_pylist()
-
-
-def test_files_with_fewer_or_more_columns_are_readable(spark: SparkSession, tmp_path: Path):
-    """From before a column was added, and from after another one was added."""
-    finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY)], "BlockedBy", "TimesSent", "CancelledAt")
-    tasks = read_archive(spark, str(tmp_path))
-    found = [(task.Id, task.BlockedBy, task.TimesSent, task.CancelledAt) for task in tasks.collect()]
-    assert found == [("a", None, None, None)]
-    [data] = tmp_path.glob("window=*/run=*")
-    later = archivable(frame(spark, [("b", DAY)])).withColumn("Added", f.lit(1))
-    later.write.partitionBy("SentDate").mode("append").parquet(str(data))
-    edit(windows_of(tmp_path)[0], rows=2)
-    both = read_archive(spark, str(tmp_path))
-    assert (both.columns, sent_of(both)) == (schemas.ARCHIVED.fieldNames(), [("a", DAY), ("b", DAY)])
-    # Spark's hash skips NULL, so the checksum of an old window still proves its files.
-    before = [each for each in tasks.columns if each not in ("BlockedBy", "TimesSent", "CancelledAt")]
-    checksum = f.sum(f.xxhash64(*before).cast("decimal(20,0)")).cast("string")
-    assert tasks.select(checksum_columns()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
 
 
 @given(TIMES, LENGTHS, st.floats(0, 20))
@@ -212,29 +193,6 @@ def test_the_folder_of_an_archive_must_not_need_an_escape(spark: SparkSession, t
             SettingError, match=rf"{name}: the folder of an archive must not contain {name.strip('0a1b')}"
         ):
             read_archive(spark, str(tmp_path / name))
-
-
-def test_a_window_is_finished_when_the_log_has_it(spark: SparkSession, tmp_path: Path):
-    """Readers ignore data folders that the log does not name, and finishing the window deletes them. Others stay."""
-    archive = Archive(spark, str(tmp_path))
-    name = archive.new_folder(DAY, NEXT_DAY).partition("/")[0]
-    assert name == "window=20261020T000000Z_20261021T000000Z"
-    assert archive.new_folder(datetime.fromisoformat("2026-10-20T02:00:00+02:00"), NEXT_DAY).startswith(f"{name}/run=")
-    assert len({archive.new_folder(DAY + MICROSECOND * n, NEXT_DAY).partition("/")[0] for n in range(3)}) == 3
-    path = tmp_path / name
-    write(spark, path / "run=left", [("left", DAY)])
-    (path / "notes").mkdir()
-    (tmp_path / "other").mkdir()
-    assert archive.windows() == []
-    assert archived(spark, tmp_path) == []
-
-    tasks = ids("ab", DAY)
-    finished = finish(spark, tmp_path, DAY, NEXT_DAY, tasks)
-    assert archived(spark, tmp_path) == tasks
-    assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["notes", finished.data.partition("/")[2]]
-    with pytest.raises(OutboxError, match=rf"Another run finished the window of \S+{name}/\S+ first"):
-        finish(spark, tmp_path, DAY, NEXT_DAY, tasks)
-    assert archived(spark, tmp_path) == tasks
 
 
 def test_read_archive_selects_by_time(spark: SparkSession, tmp_path: Path):

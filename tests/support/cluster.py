@@ -14,7 +14,6 @@ import tempfile
 import venv
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, distribution
-from importlib.util import cache_from_source
 from pathlib import Path
 
 import pyspark
@@ -41,10 +40,6 @@ SHIPPED = (
     "--archives", "environment.tar.gz#environment", "--conf", "spark.executorEnv.PYTHONPATH=environment",
     "environment/outbox_pipeline/__main__.py",
 )  # fmt: skip
-
-
-#: Folders of packages that are not shipped: what pip would install beside the packages, tests and headers.
-_NOT_IMPORTED = {"..", "tests", "include"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,26 +146,25 @@ def _daemon(name: str, *flags: str, **more: str) -> contextlib.AbstractContextMa
 def install(folder: Path) -> None:
     """Install what `pip install --target FOLDER 'spanner-outbox[cluster]'` does, as links to the packages of the tests.
 
-    Without pip, because tests download nothing. As links, because each job copies and unpacks several times what is
-    shipped: with files, 5 GB. With the compiled files that there are, as pip makes them: otherwise each executor
-    compiles all packages. Without files that no job imports, a third.
+    Without pip, because tests download nothing. As links to whole packages, because each job copies and unpacks several
+    times what is shipped: with files, 5 GB.
     """
     folder.mkdir(parents=True)
     for name in ("outbox", "publishworker", "outbox_pipeline", "pyspark_outbox"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copytree(ROOT / "schema", folder / "outbox/ddl", dirs_exist_ok=True)
     for package in _needed("spanner-outbox", frozenset({"cluster"}), {}):
-        for path in package.files or ():
-            if _NOT_IMPORTED.isdisjoint(path.parts) and path.suffix not in {".pyc", ".pyi"}:
-                _link(folder / path, Path(str(path.locate())))
-                if path.suffix == ".py":
-                    _link(*(Path(cache_from_source(str(each))) for each in (folder / path, path.locate())))
+        site = Path(str(package.locate_file("")))
+        for path in {_whole(site, Path(str(file))) for file in package.files or () if ".." not in file.parts}:
+            if not os.path.lexists(folder / path):
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).symlink_to(site / path)
 
 
-def _link(link: Path, file: Path) -> None:
-    if file.exists():
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(file)
+def _whole(site: Path, file: Path) -> Path:
+    """Return the outermost folder of a file that belongs to one distribution, or the file."""
+    folders = [*file.parents][-2::-1]
+    return next((each for each in folders if each.suffix or (site / each / "__init__.py").exists()), file)
 
 
 def _needed(name: str, extras: frozenset[str], found: dict[str, Distribution]) -> list[Distribution]:

@@ -19,10 +19,7 @@ from outbox.admin.table import Transaction
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ReplaySettings
-from outbox_pipeline.jobs.archive.job import purge_rows
-from outbox_pipeline.jobs.register.executor import register_rows
 from outbox_pipeline.jobs.register.job import Registered, register
-from outbox_pipeline.jobs.replay.job import replay_rows
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.spark_tasks import Rows
 from tests.support.spanner import query
@@ -146,35 +143,29 @@ def meddle(monkeypatch: pytest.MonkeyPatch, table: Table, change: Callable[[], N
     monkeypatch.setattr(table, "transact", meddled)
 
 
-def _fail_after_writes(work: Callable[..., Iterator[Rows]], *given: Any, batches: Iterator[Rows]) -> Iterator[Rows]:
+def fail_after_writes(work: Callable[..., Iterator[Rows]], *given: Any) -> Iterator[Rows]:
     """Write half of the rows at least, and fail, in the first two attempts of a Spark task; the third succeeds."""
     context = TaskContext.get()
     assert context is not None
+    *arguments, batches = given
     attempt = context.attemptNumber()
     # The first attempt is cut short, the second writes all.
     taken = [_half(rows) if attempt == 0 else rows for rows in batches]
-    answers = list(work(*given, iter(taken)))
+    answers = list(work(*arguments, iter(taken)))
     if attempt < 2 and taken:
         raise RuntimeError(f"attempt {attempt} of this task fails after its writes")
     yield from answers
 
 
+def write_half_and_fail(work: Callable[..., Iterator[Rows]], *given: Any) -> Iterator[Rows]:
+    """Write half of the rows of each batch and fail, in every attempt."""
+    *arguments, batches = given
+    yield from work(*arguments, map(_half, batches))
+    raise RuntimeError("this task fails when it has written half of its rows")
+
+
 def _half(rows: Rows) -> Rows:
     return rows[: (len(rows) + 1) // 2]
-
-
-def register_rows_and_fail(*given: Any) -> Iterator[Rows]:
-    return _fail_after_writes(register_rows, *given[:-1], batches=given[-1])
-
-
-def replay_rows_and_fail(*given: Any) -> Iterator[Rows]:
-    return _fail_after_writes(replay_rows, *given[:-1], batches=given[-1])
-
-
-def purge_half_and_fail(database: DatabaseSettings, operation: str, batches: Iterator[Rows]) -> Iterator[Rows]:
-    """Delete half of the rows of each batch and fail, in every attempt."""
-    yield from purge_rows(database, operation, map(_half, batches))
-    raise RuntimeError("this task fails when it has deleted half of its rows")
 
 
 @dataclasses.dataclass
