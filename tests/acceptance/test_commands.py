@@ -2,19 +2,16 @@
 
 import re
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox import __version__
 from outbox.admin import changes, tasks
 from outbox.cli import bulk, error_tables
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, SECONDS, Commands, row, table
 from tests.support.operations import insert
-from tests.support.relays import divided, worker
 from tests.support.spanner import count
 from tests.support.waiting import eventually
 
@@ -84,31 +81,3 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
     assert lines[3] == "... and 1 more"
-
-
-@pytest.mark.extended
-def test_workers_say_what_they_poll_and_how_they_are_set(
-    emulators: Emulators, database: Database, outbox: Commands
-) -> None:
-    with worker(emulators, database) as first, worker(emulators, database, "--batch-size", "50") as second:
-        eventually(lambda: divided([first, second]), seconds=30, message="both divide the shards")
-
-        def settled() -> bool:
-            [found] = outbox.objects("workers", "--json")
-            return polled(found) == list(range(10))
-
-        eventually(settled, seconds=30, message="both have written a heartbeat since")
-        done = outbox.here("workers", "--check")
-        assert (done.code, done.stderr.splitlines()) == (
-            1, ["outbox: --batch-size differs between live workers: 50, default"],
-        )  # fmt: skip
-        [found] = outbox.objects("workers", "--json")
-        assert {each["version"] for each in found["workers"]} == {__version__}
-        assert {each["settings"].get("batch_size") for each in found["workers"]} == {50, None}
-        first.end()
-        second.end()
-    assert outbox.objects("workers", "--json")[0]["workers"] == []
-
-
-def polled(found: Any) -> list[int]:
-    return sorted(shard for each in found["workers"] for shard in each["shards"])

@@ -1,25 +1,20 @@
 """`outbox resend` and `outbox operations continue` as processes: what arrives where, in order, and what is refused."""
 
-import itertools
 import json
 import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 import outbox as library
-from outbox.admin import changes, operations
-from outbox.admin.operations import Author
+from outbox.admin import operations
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
-from outbox.errors import NotReached
 from outbox.message import build
-from outbox.table.states import NEVER
 from tests.support.commands import Commands, row
 from tests.support.fakes import serialized
 from tests.support.operations import Row, insert, opened, rows_of
@@ -84,45 +79,6 @@ def _published(table: TaskTable) -> int:
 
 def _resends(table: TaskTable) -> list[operations.Operation]:
     return operations.latest(table, 10, operation="resend")
-
-
-@pytest.mark.parametrize(
-    ("words", "columns"),
-    [
-        ("retry --state dead", {"AvailableAt": NEVER}),
-        pytest.param("purge --state sent --until 1d", {}, marks=pytest.mark.extended),
-    ],
-)
-def test_any_stopped_operation_is_continued_by_its_id(
-    outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch, words: str, columns: dict[str, Any]
-):
-    """With a dry run before, and only if it is not finished."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
-    state = "dead" if columns else "sent"
-    insert(database, [row(f"{n}", state, age=timedelta(days=2), **columns) for n in range(6)])
-    table, transact, calls = TaskTable(opened(database)), TaskTable.transact, itertools.count()
-
-    def interrupted(self: TaskTable, tag: str, work: Any) -> Any:
-        if next(calls) == 2:
-            raise NotReached("Spanner did not answer")
-        return transact(self, tag, work)
-
-    with monkeypatch.context() as once:
-        once.setattr(TaskTable, "transact", interrupted)
-        stopped = outbox.here(*words.split(), "--topic", "orders", "--yes")
-    assert (stopped.code, "Spanner did not answer. " in stopped.stderr) == (3, True)
-    [found] = [each for each in operations.latest(table, 10) if each.operation in words]
-    assert (found.finished_at, 0 < (found.tasks or 0) < 6) == (None, True)
-    operations.stop(table, found.id, Author("jane", None))
-    assert f"is stopped. To continue it, run: outbox operations continue {found.id}" in outbox.here("operations").stderr
-    dry = outbox.here("operations", "continue", found.id, "--dry-run")
-    assert (dry.code, f", {found.tasks} of 6 tasks so far" in dry.stdout) == (0, True)
-    [done] = outbox.objects("operations", "continue", found.id, "--json", "--reason", "go on")
-    assert (done["tasks"], operations.found(table, found.id).tasks) == (6 - (found.tasks or 0), 6)
-    for id in (found.id, operations.latest(table, 1, operation="continue")[0].id, "gone"):
-        again = outbox.here("operations", "continue", id)
-        assert (again.code, again.stdout) == (1, "")
-        assert f"operation {id} " in again.stderr
 
 
 @pytest.mark.extended

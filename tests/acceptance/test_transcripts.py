@@ -56,7 +56,7 @@ def rows(now: datetime) -> dict[str, list[Row]]:
         ],
         "status": [
             row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR), row("d", "dead"),
-            row("e", "dead", topic="paused"),
+            row("e", "dead", topic="paused"), row("r", "retrying"), row("k", "blocked", LastError="internal: 500"),
         ],
         "retry": [
             *(row(f"a{n}", "dead", LastError="not_found: no topic") for n in range(3)),

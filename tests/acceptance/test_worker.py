@@ -10,7 +10,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.proxy import Proxy, silent_port
+from tests.support.proxy import Proxy
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
 from tests.support.spanner import ADMIN_SECONDS, INSTANCE, PROJECT, count, query
@@ -149,20 +149,6 @@ def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
     print(f"sent {min(late):.2f} to {max(late):.2f} s after they were due")
     assert count(database, "SentAt IS NOT NULL") == 21
     assert count(database, "SentAt IS NULL AND AvailableAt > '2089-01-01'") == 20
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("hangs", [False, True])
-def test_an_unavailable_spanner_at_the_start_is_exit_code_3(
-    emulators: Emulators, database: Database, hangs: bool
-) -> None:
-    with silent_port() as nowhere, Proxy(emulators.spanner_host) as proxy:
-        proxy.hang()
-        host = proxy.address if hangs else nowhere
-        with worker(emulators, database, SPANNER_EMULATOR_HOST=host) as process:
-            assert process.wait(15) == 3
-            assert "Traceback" not in process.stderr
-            assert "publishworker: " in process.stderr.splitlines()[-1]
 
 
 def test_a_second_signal_ends_a_worker_at_once(emulators: Emulators, database: Database, topic: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import (
-    test_load,
     test_reshard_faults,
     test_service_faults,
     test_subscriber_faults,
@@ -130,7 +129,7 @@ def scenarios() -> dict[str, Scenario]:
     rows = test_service_faults.SCENARIOS.items()
     found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
     modules = (test_service_faults, test_worker_faults, test_wake_faults, test_reshard_faults, test_subscriber_faults)
-    for module in (*modules, test_load):
+    for module in modules:
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")
             if name.startswith("test_") and promised:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -93,3 +94,11 @@ def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> N
     }
     assert "publishworker" in loaded
     assert not foreign
+
+
+def test_the_relay_reads_no_clock_of_its_machine() -> None:
+    """Each time comes from the database. A worker only tells when it has started."""
+    folders = [ROOT / "publishworker" / name for name in ("delivery", "pubsub", "spanner", "topics", "turn")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    readers = {file.name for file in files if re.search(r"time\.time\(|datetime\.now\(", file.read_text())}
+    assert readers == {"grants.py", "membership.py"}

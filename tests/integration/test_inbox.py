@@ -144,6 +144,12 @@ def test_a_failure_rolls_back_and_leaves_no_lock(bank: Database, account: str) -
     assert not errors
 
 
+def test_a_missing_table_is_named(empty_database: Database) -> None:
+    receive = inbox.Handler(empty_database, consumer="billing")(lambda *_: None)
+    with pytest.raises(outbox.OutboxError, match="table ProcessedTasks is missing"):
+        receive(message(task()))
+
+
 def test_a_thread_recovers_from_a_session_that_was_refused(
     bank: Database, account: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import changes, operations, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.devtools.emulators import Emulators
 from outbox.table.states import CANCELLED, NEVER, UNSENT
-from tests.support.commands import Commands
 from tests.support.operations import (
     CREATED,
     FUTURE,
@@ -111,19 +109,6 @@ def test_a_task_whose_id_exists_again_is_refused_and_counted(database: Database,
     assert (restore(table, id), restore(table, again)) == ([], ["a"])
     assert rows_of(database)["a"]["Topic"] == "new"
     assert changes.preview(table, of_ids("a", "x", state=CANCELLED), "restore").refused == {"missing": 2}
-
-
-def test_a_restore_of_ids_can_be_repeated(database: Database, table: TaskTable, emulators: Emulators) -> None:
-    """As after an interruption: those that are in the table already are named, and are no failure."""
-    insert(database, [row(id) for id in ("a", "b")])
-    cancel(table, "a", "b")
-    restore(table, ids=["a"])
-    outbox = Commands(emulators, database)
-    done = outbox.here("restore", "a", "b", "--yes")
-    assert (done.code, done.stdout) == (0, "restored: 1 task\n")
-    assert "1 task not changed, because they are in the table, restored before or never cancelled: a" in done.stderr
-    missing = outbox.here("restore", "a", "gone", "--yes")
-    assert (missing.code, "1 task not changed, not in the table: gone" in missing.stderr) == (1, True)
 
 
 def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Database, table: TaskTable) -> None:

@@ -82,26 +82,8 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
     assert "But the topic is paused" in browser.get("/task?id=b-1").text
 
 
-def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox: Commands) -> None:
-    """A task that failed and is due again is pending. Ready tasks have not failed, and are not read for it.
-
-    Errors that differ only in IDs and numbers are one group, here and in the preview of a change.
-    """
-    failed = {"LastError": "not_found: 404", "Attempts": 1}
-    later = datetime.now(UTC) + timedelta(hours=1)
-    insert(
-        database,
-        [
-            row("due", AvailableAt=datetime.now(UTC) - timedelta(seconds=1), **failed),
-            row("behind", AvailableAt=later, OrderingKey="k", BlockedBy="due", **failed),
-            row("retrying", AvailableAt=later, **failed),
-            row("ready", LastError="not_found: 404"),  # an operator has retried it since
-        ],
-    )
-    [status] = outbox.objects("status", "--json")
-    assert {(each["state"], each["error"], each["tasks"]) for each in status["errors"]} == {
-        (state, "not_found: 404", 1) for state in ("pending", "retrying", "blocked")
-    }
+def test_errors_that_differ_only_in_ids_and_numbers_are_one_group(database: Database, outbox: Commands) -> None:
+    """In the status, and in the preview of a change."""
     ids = ["7f3ad5a0-0000-4000-8000-abcdefabcdef", "dcbaabcd-abcd-abcd-abcd-abcdefabcdef", "91", "o_1"]
     errors = [f"unknown: 500 request {id} failed after {n}.{n} s\nat 0x{n}" for n, id in enumerate(ids)]
     insert(database, [row(f"d{n}", "dead", LastError=error) for n, error in enumerate([*errors, "unknown: other"])])
