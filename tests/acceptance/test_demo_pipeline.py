@@ -15,12 +15,10 @@ PAYMENTS = 300
 REPLAYED = PAYMENTS * 4 // 10
 
 
-@pytest.mark.extended
+@pytest.mark.long("it waits for most of three minutes, and the tests of each job are in tests/pipeline")
 @pytest.mark.timeout(400)
-def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long: bool) -> None:
+def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path) -> None:
     """No task is lost or altered. A replayed task was sent twice, with a message for each."""
-    if not long:
-        pytest.skip("--long; it waits for most of three minutes, and the tests of each job are in tests/pipeline")
     done = run(
         "payments.demo", "--tasks", str(PAYMENTS), "--output", str(tmp_path / "out"),
         environment=ENVIRONMENT | emulators.environment(), seconds=380,

@@ -298,16 +298,6 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
     assert pieces() == 1
 
 
-@pytest.mark.usefixtures("shop")
-def test_the_commands_of_the_schema_page(emulators: Emulators) -> None:
-    """Each runs as it is, and `apply` finds everything."""
-    printed, applied = (
-        run(*words, environment=emulators.environment()) for words in commands("docs/reference/schema.md")
-    )
-    assert (printed.code, applied.code) == (0, 0)
-    assert "exists   table AsynchronousTasks" in applied.stdout
-
-
 def test_the_guide_to_ordering(shop: Database) -> None:
     """Two tasks of a key; the first is dead: let the other pass, have it at once."""
     [pay] = blocks("docs/guide/ordering.md", "python")

@@ -4,9 +4,7 @@ import contextlib
 import os
 import re
 import subprocess
-import threading
 from pathlib import Path
-from typing import Self
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -17,6 +15,7 @@ from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
 from tests.support.relays import account, register, wait_until_all_sent, worker
 from tests.support.spanner import query, variables
+from tests.support.trial import in_background
 from tests.support.waiting import eventually
 
 VERSION = "0.1.0rc1"
@@ -77,36 +76,15 @@ def installed(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return empty / "env/bin/python"
 
 
-class Load:
-    """Registers tasks in a thread until the end of the block."""
-
-    def __init__(self, database: Database, topic: str) -> None:
-        self.ids: list[str] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(database, topic))
-
-    def _run(self, database: Database, topic: str) -> None:
-        while not self._ended.wait(0.2):
-            self.ids += register(database, topic, 10)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
 def versions(database: Database) -> set[str]:
     return {info["version"] for [info] in query(database, "SELECT Info FROM AsynchronousTaskWorkers")}
 
 
-def sends(database: Database, load: Load) -> None:
+def sends(database: Database, ids: list[str]) -> None:
     """Return when tasks that were registered from now on are sent."""
-    after = len(load.ids)
-    eventually(lambda: len(load.ids) > after + 20, message="more tasks are registered")
-    new = load.ids[after : after + 20]
+    after = len(ids)
+    eventually(lambda: len(ids) > after + 20, message="more tasks are registered")
+    new = ids[after : after + 20]
     sent = "SELECT COUNT(*) FROM AsynchronousTasks WHERE Id IN UNNEST(@ids) AND SentAt IS NOT NULL"
     eventually(lambda: query(database, sent, ids=new) == [[20]], seconds=60, message="they are sent")
 
@@ -120,21 +98,22 @@ def test_upgrade_to_this_commit_and_roll_back_under_load(
         settings = variables(own_database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / name)}
         return started("publishworker", "run", environment=settings, directory=tmp_path, python=str(installed))
 
+    ids: list[str] = []
     with contextlib.ExitStack() as workers:
-        with Load(own_database, subscription.topic) as load:
+        with in_background(lambda: ids.extend(register(own_database, subscription.topic, 10)), every=0.2):
             old = workers.enter_context(released("before"))
-            sends(own_database, load)
+            sends(own_database, ids)
             assert versions(own_database) == {VERSION}
             new = workers.enter_context(worker(emulators, own_database))
             eventually(lambda: versions(own_database) == {VERSION, __version__}, seconds=60)
             old.end()
-            sends(own_database, load)
+            sends(own_database, ids)
             assert versions(own_database) == {__version__}
             rolled_back = workers.enter_context(released("after"))
             eventually(lambda: versions(own_database) == {VERSION, __version__}, seconds=60)
             new.end()
-            sends(own_database, load)
+            sends(own_database, ids)
         wait_until_all_sent(own_database)
         rolled_back.end()
-    found = account(load.ids, subscription)
+    found = account(ids, subscription)
     assert (found.lost, found.unexpected) == (frozenset(), frozenset())

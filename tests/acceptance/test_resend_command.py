@@ -40,16 +40,16 @@ def test_a_resend_that_is_killed_three_times_reaches_one_topic_in_order(
     emulators: Emulators, own_database: Database, pubsub: PubSub
 ):
     """Each task arrives at least once, in the order of its key, and nowhere else. No task is changed."""
-    outbox, count = Commands(emulators, own_database), 5_000
+    outbox, count = Commands(emulators, own_database), 1_200
     topic, to = pubsub.new_topic(), pubsub.new_topic()
     others = [pubsub.new_subscription(topic), pubsub.new_subscription(topic)]
     subscription = pubsub.new_subscription(to, ordered=True)
-    insert(own_database, keyed(topic, count, 200))
+    insert(own_database, keyed(topic, count, 50))
     with ExitStack() as running:
         for _ in range(2):
             running.enter_context(worker(emulators, own_database))
         before, table, done = rows_of(own_database), TaskTable(opened(own_database)), 0
-        command = ["resend", "--topic", topic, "--to", to, "--rate", "1500", "--yes", "--reason", "ticket 4711"]
+        command = ["resend", "--topic", topic, "--to", to, "--rate", "300", "--yes", "--reason", "ticket 4711"]
         for _ in range(3):
             with outbox.started(*command) as process:
                 eventually(lambda done=done: _published(table) > done, seconds=60)

@@ -5,10 +5,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.faults.faults import Harm, away, broken, calls, field_of
-from tests.support.outages import dead, lasting, recorded
-from tests.support.pubsub import CALL_SECONDS
+from tests.support.outages import lasting, recorded
 from tests.support.rpc import Fault
-from tests.support.spanner import count
 from tests.support.trial import Trial
 from tests.support.waiting import eventually
 
@@ -82,28 +80,3 @@ def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> N
                     assert recorded(trial.database) == 0
         trial.settle()
     assert trial.audit(duplicates=effect.duplicates()).kept()
-
-
-@pytest.mark.extended
-def test_topic_deleted(trial: Trial, fault_seconds: float) -> None:
-    """Both topics are deleted under load and created again.
-
-    Promised: No task is lost, dead or published twice. Messages of the old topic stay with its subscribers.
-    """
-    topics = (trial.topic, trial.ordered_topic)
-    with trial.proxy("pubsub") as proxy, trial.workers(2):
-        trial.register(60)
-        trial.settle()
-        for topic in topics:
-            trial.pubsub.publisher.delete_topic(topic=topic, timeout=CALL_SECONDS)
-        with trial.load():
-            lasting(fault_seconds)
-            eventually(lambda: count(trial.database, "Attempts > 0") > 0, message="probes record failed attempts")
-            proxy.refuse()  # no message arrives before there is a subscription
-            for topic in topics:
-                trial.pubsub.publisher.create_topic(name=topic, timeout=CALL_SECONDS)
-            trial.subscribe()
-            proxy.forward()
-        trial.settle()
-    assert dead(trial.database) == 0
-    assert trial.audit(duplicates=0).kept()

@@ -38,10 +38,6 @@ def recorded(database: Database) -> int:
     return count(database, "Attempts > 0 OR LastError IS NOT NULL OR AvailableAt IS NOT NULL")
 
 
-def dead(database: Database) -> int:
-    return count(database, "AvailableAt >= '9999-12-31T00:00:00Z'")
-
-
 def log_lines(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.stderr.splitlines()]
 

@@ -29,7 +29,7 @@ from outbox.devtools.emulators import Emulators
 from tests.specification import checker
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
-from tests.support.pubsub import PubSub, Subscription
+from tests.support.pubsub import PubSub
 from tests.support.relays import compare, divided, execute, unsent, worker
 from tests.support.rpc import Fault, Faulty
 from tests.support.spanner import query
@@ -64,13 +64,9 @@ class _RollBack(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Ledger:
-    """The application's tasks: IDs of committed and of rolled back ones, and the IDs of each ordering key in order.
-
-    `at` are the commit timestamps.
-    """
+    """The application's tasks: IDs of committed and of rolled back ones, and the IDs of each ordering key in order."""
 
     committed: set[str] = dataclasses.field(default_factory=set)
-    at: dict[str, datetime] = dataclasses.field(default_factory=dict)
     rolled_back: set[str] = dataclasses.field(default_factory=set)
     again: list[str] = dataclasses.field(default_factory=list)
     orders: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -104,69 +100,44 @@ class Trial:
     `spanner_host` and `pubsub_host` are what workers connect to; a scenario may put its proxies there. The application
     and the subscribers always use the emulators themselves: they are the audit.
 
-    `ordered` says whether half of the tasks have ordering keys. `folder` gets the trace of all workers, and the history
-    for the independent checker.
+    Half of the tasks have ordering keys. `folder` gets the trace of all workers, and the history for the independent
+    checker.
     """
 
-    def __init__(
-        self, emulators: Emulators, database: Database, pubsub: PubSub, seed: int, folder: Path, *, ordered: bool = True
-    ) -> None:
-        self._keys, self._folder = ordered, folder
+    def __init__(self, emulators: Emulators, database: Database, pubsub: PubSub, seed: int, folder: Path) -> None:
+        self._folder = folder
         self.emulators, self.database, self.pubsub, self.seed = emulators, database, pubsub, seed
         self.spanner_host, self.pubsub_host = emulators.spanner_host, emulators.pubsub_host
         self.random = Random(seed)
         self.ledger = Ledger()
         self.topic, self.ordered_topic = pubsub.new_topic(), pubsub.new_topic()
-        self._subscriptions: list[Subscription] = []
-        self._ordered: list[Subscription] = []
-        self.subscribe()
-        self.received: list[PubsubMessage] = []
-        #: The number of messages by topic.
-        self.counts: dict[str, int] = {}
-        self._by_time = False
+        self._subscriptions = (
+            pubsub.new_subscription(self.ordered_topic, ordered=True), pubsub.new_subscription(self.topic)
+        )  # fmt: skip
         self._recovery = 0.0
         self.figures: Figures | None = None
         #: Further measurements of a scenario.
         self.notes: dict[str, float] = {}
 
-    def subscribe(self) -> None:
-        """Subscribe to both topics; again, where they were deleted."""
-        self._subscriptions.append(self.pubsub.new_subscription(self.topic))
-        self._ordered.append(self.pubsub.new_subscription(self.ordered_topic, ordered=True))
-
-    def subscribe_to_new_topics(self) -> tuple[str, str]:
-        """Create two more topics, one for messages with ordering keys, and subscribe. Return their names."""
-        plain, ordered = self.pubsub.new_topic(), self.pubsub.new_topic()
-        self._subscriptions.append(self.pubsub.new_subscription(plain))
-        self._ordered.append(self.pubsub.new_subscription(ordered, ordered=True))
-        self._by_time = True
-        return plain, ordered
-
     @contextlib.contextmanager
-    def worker(self, *flags: str, module: str = "publishworker", **environment: str) -> Iterator[Process]:
-        variables: dict[str, Any] = {
-            "SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host, **environment
-        }  # fmt: skip
-        trace = self._folder / "trace.jsonl"
-        with worker(
-            self.emulators, self.database, *OPTIONS, *flags, module=module, trace=trace, **variables
-        ) as process:
+    def worker(self, *flags: str, module: str = "publishworker") -> Iterator[Process]:
+        hosts = {"SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host}
+        more: dict[str, Any] = {"module": module, "trace": self._folder / "trace.jsonl"} | hosts
+        with worker(self.emulators, self.database, *OPTIONS, *flags, **more) as process:
             yield process
 
     @contextlib.contextmanager
-    def workers(
-        self, count: int, *flags: str, module: str = "publishworker", **environment: str
-    ) -> Iterator[list[Process]]:
+    def workers(self, count: int, *flags: str) -> Iterator[list[Process]]:
         """Run workers, and return when all of them poll, their parts of the shards; they are killed at the end.
 
         While shards change hands two workers may meet, and the emulator may abort the one that has published: then a
         batch comes twice.
         """
         with contextlib.ExitStack() as stack:
-            created = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
+            created = [stack.enter_context(self.worker(*flags)) for _ in range(count)]
             for each in created:
                 each.wait_for_text("relaying")
-            if count > 1 and module == "publishworker":
+            if count > 1:
                 eventually(lambda: divided(created), seconds=40, message="the workers divide the shards")
             yield created
 
@@ -210,25 +181,23 @@ class Trial:
         rolls_back = random.randrange(ROLLED_BACK) == 0
         ids: list[tuple[str, str]] = []
 
-        def work(transaction: Any) -> Any:
+        def work(transaction: Any) -> None:
             ids.clear()  # the emulator aborts us, or a worker
             for place in range(TOGETHER):
-                key = keys[place // 2 % 2] if self._keys and place % 2 else ""
+                key = keys[place // 2 % 2] if place % 2 else ""
                 topic = self.ordered_topic if key else self.topic
                 ids.append((outbox.register(transaction, topic, b"x" * 100, ordering_key=key), key))
             if rolls_back:
                 list(transaction.execute_sql("SELECT 1"))
                 raise _RollBack
-            return transaction
 
         try:
-            done = self.database.run_in_transaction(work, timeout_secs=REGISTER_SECONDS)
+            self.database.run_in_transaction(work, timeout_secs=REGISTER_SECONDS)
         except _RollBack:
             self.ledger.rolled_back.update(id for id, _ in ids)
             return
         for id, key in ids:
             self.ledger.committed.add(id)
-            self.ledger.at[id] = done.committed
             if key:
                 self.ledger.orders.setdefault(key, []).append(id)
 
@@ -277,17 +246,11 @@ class Trial:
 
         The independent checker does it. The traces of the workers are compared with the specification.
         """
-        drained = [(each, each.drain()) for each in (*self._ordered, *self._subscriptions)]
-        self.counts = {each.topic: len(messages) for each, messages in drained}
-        self.received = [message for _, messages in drained for message in messages]
-        ordered = [message for each, messages in drained if each in self._ordered for message in messages]
-        if self._by_time:  # several topics, whose messages have one order only together
-            ordered.sort(key=lambda each: (each.publish_time, int(each.message_id)))
+        received = [message for each in self._subscriptions for message in each.drain()]
         history = self._folder / "history.jsonl"
-        others = [each for each in self.received if not each.ordering_key]
-        history.write_text("".join(json.dumps(each) + "\n" for each in self._history(ordered + others)))
+        history.write_text("".join(json.dumps(each) + "\n" for each in self._history(received)))
         found = checker.check(checker.read(history))
-        rolled_back = len({id_of(each) for each in self.received} & self.ledger.rolled_back)
+        rolled_back = len({id_of(each) for each in received} & self.ledger.rolled_back)
         self.figures = Figures(
             registered=len(self.ledger.committed),
             rolled_back=len(self.ledger.rolled_back),
