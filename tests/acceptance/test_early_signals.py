@@ -75,8 +75,8 @@ def test_a_signal_during_the_imports_ends_a_command(words: str, number: signal.S
     ("words", "number", "code"),
     [
         ("publishworker run", signal.SIGTERM, 0),
-        ("publishworker drain", signal.SIGINT, 4),
-        ("outbox tail", signal.SIGTERM, 0),
+        pytest.param("publishworker drain", signal.SIGINT, 4, marks=pytest.mark.extended),
+        pytest.param("outbox tail", signal.SIGTERM, 0, marks=pytest.mark.extended),
         ("outbox retry an-id", signal.SIGTERM, 143),
     ],
 )

@@ -16,7 +16,7 @@ from tests.support.relays import register
 from tests.support.spanner import INSTANCE, PROJECT
 
 NOWHERE = "127.0.0.1:9"
-TASKS = 300
+TASKS = 100
 
 
 @pytest.fixture
