@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from outbox.devtools import emulators
 from tests.faults.faults import BOTH, FAULTS, field_of
@@ -37,17 +38,14 @@ SAMPLE_SECONDS = 2.0
 MAY_GROW = {"rss_mb": 1.2, "descriptors": 1.2, "threads": 1.2}
 
 
-#: The resources of the first worker, and the backlog, by the seconds since the begin.
+#: The resources of the first worker.
 Sample = dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """One fault: when it began and ended, how many duplicates it may cost, seconds until the backlog was small."""
+class Event(NamedTuple):
+    """One fault: how many duplicates it may cost, seconds until the backlog was small."""
 
     name: str
-    begin: float
-    end: float
     duplicates: int
     recovery: float
 
@@ -78,11 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if figures.kept() and all(grown[name] <= most for name, most in MAY_GROW.items()) else 1
 
 
-def _sample(at: float, worker: Process, backlog: int) -> Sample:
+def _sample(worker: Process) -> Sample:
     process = Path("/proc") / str(worker.pid)
     threads, descriptors = (len(list((process / name).iterdir())) for name in ("task", "fd"))
-    used = {"rss_mb": rss_mb(worker.pid), "threads": threads, "descriptors": descriptors}
-    return {"seconds": round(at, 1), "backlog": backlog, **used}
+    return {"rss_mb": rss_mb(worker.pid), "threads": threads, "descriptors": descriptors}
 
 
 def _growth(values: Sequence[float]) -> float:
@@ -107,7 +104,7 @@ def _soak(trial: Trial, seconds: float, samples: list[Sample], events: list[Even
         workers = field.workers
 
         def sample() -> None:
-            samples.append(_sample(time.monotonic() - begin, workers[0], trial.backlog()))
+            samples.append(_sample(workers[0]))
             trial.delete_sent()
 
         with in_background(sample, every=SAMPLE_SECONDS), trial.load(PER_SECOND):
@@ -122,7 +119,7 @@ def _soak(trial: Trial, seconds: float, samples: list[Sample], events: list[Even
                     lambda: trial.backlog() <= SMALL, seconds=RECOVERY_SECONDS, message=f"calm after {fault.__name__}"
                 )
                 recovery = time.monotonic() - end
-                events.append(Event(fault.__name__, now, end - begin, effect.duplicates(), round(recovery, 1)))
+                events.append(Event(fault.__name__, effect.duplicates(), round(recovery, 1)))
                 lasting(trial.random.uniform(*CALM_SECONDS))
         trial.settle(RECOVERY_SECONDS)
         for each in workers:

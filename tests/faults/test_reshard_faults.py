@@ -9,7 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.table import schema
 from outbox.table.layouts import Layout
 from tests.support.processes import Process, run, started
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import variables
 from tests.support.trial import IN_FLIGHT, Trial
 from tests.support.waiting import eventually
 
@@ -20,17 +20,12 @@ def database(own_database: Database) -> Database:
     return own_database
 
 
-def _place(trial: Trial) -> tuple[str, ...]:
-    return "--project", PROJECT, "--instance", INSTANCE, "--database", trial.database.database_id
-
-
-def _hosts(trial: Trial) -> dict[str, str]:
-    return {"SPANNER_EMULATOR_HOST": trial.emulators.spanner_host}
+def _variables(trial: Trial) -> dict[str, str]:
+    return variables(trial.database.database_id, trial.emulators)
 
 
 def _command(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> Process:
-    arguments = ("schema", "reshard", *flags, *_place(trial))
-    return stack.enter_context(started("outbox", *arguments, environment=_hosts(trial)))
+    return stack.enter_context(started("outbox", "schema", "reshard", *flags, environment=_variables(trial)))
 
 
 def _finish(trial: Trial, stack: contextlib.ExitStack, *flags: str) -> str:
@@ -72,7 +67,7 @@ def test_reshard_aborted(trial: Trial) -> None:
         stack.enter_context(trial.workers(2))
         with trial.load(per_second=2):
             _kill_at("Let workers poll", trial, stack)
-            status = run("outbox", "status", *_place(trial), environment=_hosts(trial))
+            status = run("outbox", "status", environment=_variables(trial))
             assert "Changing from 10 to 4 shards since " in status.stdout
             assert "Next: " in _finish(trial, stack, "--status")
             assert "The table has 10 shards" in _finish(trial, stack, "--abort")

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -54,6 +56,7 @@ def test_the_names_of_the_library_are_imported_when_they_are_used() -> None:
     assert (done.stdout, done.stderr) == ("module 'outbox' has no attribute 'registered'\n", "")
 
 
+@pytest.mark.extended
 def test_packages_in_a_zip_have_their_files(tmp_path: Path) -> None:
     """The DDL, the files and templates of the console, and the log configuration of Spark."""
     with zipfile.ZipFile(tmp_path / "packages.zip", "w") as packed:

@@ -15,7 +15,7 @@ from outbox.admin import changes, continuing, operations, resend
 from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.operations import Author, NotContinued
 from outbox.admin.table import TaskTable
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.table.ddl import OPERATIONS
 from tests.support.operations import MICROSECOND, PAST, SECOND, insert, opened, row, rows_of, update
@@ -158,8 +158,6 @@ def test_the_rate_limits_tasks_per_second(
 @pytest.mark.parametrize(
     ("selection", "topic", "sentence"),
     [
-        (TaskSelection(state="sent"), "replay", "a resend needs the IDs or the topic of its tasks"),
-        (SENT, "orders", "--to orders is the topic of the tasks, so all of its subscribers would get them again"),
         (SENT, "orders-v2", "--to orders-v2 is the topic of the tasks"),
         (dataclasses.replace(SENT, topic=None, ids=("a",)), "orders", "--to orders is the topic of the tasks"),
         (SENT, "-", "--to: topic '-' is not a name that Pub/Sub allows"),
@@ -175,10 +173,3 @@ def test_a_resend_that_makes_no_sense_is_refused(
     with pytest.raises(SettingError, match=sentence):
         resend.checked(table, selection, topic)
     assert resend.checked(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
-
-
-def test_a_topic_that_does_not_exist_is_refused(table: TaskTable, pubsub: PubSub):
-    missing = resend.checked(table, SENT, "nowhere")
-    with pytest.raises(OutboxError, match=r"nowhere does not exist\. Create it: `.*`\. Nothing was changed"):
-        resend.check_exists(table, missing)
-    assert resend.check_exists(table, dataclasses.replace(missing, to=pubsub.new_topic())) is None

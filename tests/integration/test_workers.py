@@ -113,21 +113,6 @@ def test_topics_that_are_not_counted_are_mentioned(
 
 
 @pytest.mark.extended
-def test_the_next_step_of_a_reshard_is_in_the_status(emulators: Emulators, own_database: Database) -> None:
-    """With the worker that it waits for, as text and as JSON."""
-    with own_database.batch() as batch:
-        worker = ("w", datetime.now(UTC), COMMIT_TIMESTAMP, "Shard")
-        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt", "Polls"), [worker])
-    resharding, outbox = Resharding(TaskTable(opened(own_database))), Commands(emulators, own_database)
-    step = next(each for each in resharding.run(resharding.target(4)) if each.startswith("Waiting"))
-    assert step == "Waiting until w also polls Shard4"
-    [status] = outbox.objects("status", "--json")
-    assert status["reshard"].pop("since") < status["as_of"]
-    assert status["reshard"] == {"from": 10, "to": 4, "next_step": step, "waits_for": ["w"]}
-    assert outbox.here("status").stdout.endswith(f"Next: {step}\n")
-
-
-@pytest.mark.extended
 def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
     """Or with the beginning of its abort, which has a record of its own. The command that was changing then ends."""
     table = TaskTable(opened(own_database))
