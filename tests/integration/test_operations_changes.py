@@ -7,7 +7,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, changes, operator_sql
-from outbox.admin.changes import Count, Outcome, TaskSelection
+from outbox.admin.changes import Count, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.table.states import NEVER
 from tests.support.operations import (
@@ -32,25 +32,6 @@ STATES: dict[str, dict[str, Any]] = {
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
 #: Those that a selection without ids may be of.
 RETRIED = ("dead", "retrying", "sent")
-
-
-@pytest.mark.parametrize(
-    "head",
-    [None, {"SentAt": PAST}, {"ExpiresAt": PAST, "AvailableAt": NEVER}, {"OrderingKey": "l"}, {"Topic": "invoices"}],
-    ids=["gone", "sent", "expired", "of another key", "of another topic"],
-)
-def test_a_deferred_task_whose_head_no_longer_blocks_is_retried(
-    database: Database, table: TaskTable, head: dict[str, Any] | None
-):
-    """Nothing else would release it before its deferral ends, and there is no head to retry."""
-    deferred = row("deferred", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")
-    insert(database, [deferred, *([row("head", **{"OrderingKey": "k", **head})] if head else [])])
-    selection = TaskSelection(ids=("deferred",))
-    assert changes.count(table, selection, exact=True).number == 1
-    [outcome] = changes.change(table, "retry", selection)
-    assert outcome == Outcome(("deferred",), {}, ())
-    after = rows_of(database)["deferred"]
-    assert (after["BlockedBy"], after["AvailableAt"] < FUTURE) == (None, True)
 
 
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])

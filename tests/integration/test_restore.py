@@ -18,7 +18,6 @@ from tests.support.operations import (
     PAST,
     SECOND,
     changed,
-    delete,
     insert,
     line,
     row,
@@ -38,7 +37,6 @@ ROWS = [
     *(row(f"{state} every", **{**OF_STATES[state][0], **EVERY}) for state in UNSENT if state != "blocked"),
     row("head", OrderingKey="k", AvailableAt=NEVER, CreatedAt=CREATED - SECOND),
 ]
-OF_HEAD = {"AvailableAt": FUTURE, "BlockedBy": "key 0"}
 
 
 def of_ids(*ids: str, state: str = changes.ANY_UNSENT) -> TaskSelection:
@@ -132,31 +130,35 @@ def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Dat
         assert changes.preview(table, selection, "restore").overtaken == 3
 
 
-@pytest.mark.parametrize(
-    ("head", "is_held"),
-    [
-        ({"AvailableAt": NEVER}, True),
-        ({"AvailableAt": FUTURE, "Attempts": 2}, True),
-        ({}, False),
-        ({"SentAt": PAST}, False),
-        ({"AvailableAt": FUTURE, "ExpiresAt": PAST}, False),
-        (None, False),
-    ],
-    ids=["dead", "retrying", "ready", "sent", "expired", "gone"],
-)
-def test_a_deferred_task_is_restored_as_released_unless_its_head_waits(
-    database: Database, table: TaskTable, head: dict[str, Any] | None, is_held: bool
+#: The columns of the head of a deferred task, whether a restore releases the task, and whether a retry does.
+HEADS: dict[str, tuple[dict[str, Any] | None, bool, bool]] = {
+    "gone": (None, True, True),
+    "dead": ({"AvailableAt": NEVER}, False, False),
+    "retrying": ({"AvailableAt": FUTURE, "Attempts": 2}, False, False),
+    "ready": ({}, True, False),  # a worker soon releases it
+    "sent": ({"SentAt": PAST}, True, True),
+    "expired": ({"ExpiresAt": PAST, "AvailableAt": NEVER}, True, True),
+    "of another key": ({"OrderingKey": "l"}, True, True),
+    "of another topic": ({"Topic": "invoices"}, True, True),
+}
+
+
+@pytest.mark.parametrize(("head", "restored", "retried"), HEADS.values(), ids=HEADS)
+def test_a_deferred_task_is_released_unless_its_head_waits(
+    database: Database, table: TaskTable, head: dict[str, Any] | None, restored: bool, retried: bool
 ) -> None:
-    """Otherwise nothing would release it before its deferral ends, although it is the first of its key."""
-    insert(database, line("key", {"AvailableAt": NEVER}, OF_HEAD))
-    before = rows_of(database)["key 1"]
-    id = cancel(table, "key 1")
-    update(database, "key 0", **{"AvailableAt": None, **(head or {})})
-    if head is None:
-        delete(database, "key 0")
-    assert restore(table, id) == ["key 1"]
-    after = rows_of(database)["key 1"]
-    assert after == (before if is_held else before | {"AvailableAt": None, "BlockedBy": None})
+    """By a restore and by a retry. Otherwise nothing would release it before its deferral ends."""
+    deferred = {"AvailableAt": FUTURE, "BlockedBy": "head"}
+    insert(database, [row("task", OrderingKey="k", **deferred)])
+    insert(database, [row("head", **{"OrderingKey": "k", **head})] if head is not None else [])
+    before = rows_of(database)["task"]
+    assert restore(table, cancel(table, "task")) == ["task"]
+    assert rows_of(database)["task"] == before | ({"AvailableAt": None, "BlockedBy": None} if restored else {})
+    update(database, "task", **deferred)
+    selection = TaskSelection(ids=("task",))
+    assert changes.count(table, selection, exact=True).number == retried
+    assert changed(changes.change(table, "retry", selection)) == ["task"] * retried
+    assert (rows_of(database)["task"]["BlockedBy"] is None) == retried
 
 
 def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: TaskTable) -> None:

@@ -198,16 +198,21 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     assert names(mock) == ["ExecuteSql", "ExecuteSql", "ExecuteSql", "Commit"]
 
 
+def opened(monkeypatch: pytest.MonkeyPatch, **flags: str) -> SpannerStore:
+    """Return the store of a worker with these flags, without the checks at its start."""
+    for check in ("verified_layout", "verify_grants"):
+        monkeypatch.setattr(f"publishworker.process.app.{check}", lambda _database: Layout(10))
+    given = {"project": "p", "instance": "inst", "database": "db"} | flags
+    return open_store(WorkerSettings.read({name: value for name, value in given.items() if value}, {}))
+
+
 @pytest.mark.parametrize("name", ["", "low", "medium", "high"])
 def test_the_request_priority_is_that_of_the_flag(
     mock: SpannerServicer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Of all requests of a turn, the commit too. A heartbeat is HIGH, which is the default, whatever the flag says."""
     ids = prepare(mock, 2, "key")
-    for check in ("verified_layout", "verify_grants"):
-        monkeypatch.setattr(f"publishworker.process.app.{check}", lambda _database: Layout(10))
-    flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
-    store = open_store(WorkerSettings.read(flags, {}))
+    store = opened(monkeypatch, request_priority=name)
     assert make_relay(store).turn().published == len(ids)
     store.heartbeat(Heartbeat("me", datetime.now(UTC), (), info={"host": "node-1"}))
     *sent, heartbeat = [each for each in mock.requests if hasattr(each, "request_options")]
@@ -225,10 +230,7 @@ def test_only_marks_that_nothing_waits_for_are_delayed(
 ) -> None:
     """Spanner may write them together with other commits. The next task of an ordering key waits for the mark."""
     prepare(mock, 2, key)
-    for check in ("verified_layout", "verify_grants"):
-        monkeypatch.setattr(f"publishworker.process.app.{check}", lambda _database: Layout(10))
-    flags = {"project": "p", "instance": "inst", "database": "db"} | ({"commit_delay": value} if value else {})
-    assert make_relay(open_store(WorkerSettings.read(flags, {}))).turn().published == 2
+    assert make_relay(opened(monkeypatch, commit_delay=value)).turn().published == 2
     [commit] = [each for each in mock.requests if hasattr(each, "mutations")]
     assert commit.max_commit_delay.total_seconds() == delay
 

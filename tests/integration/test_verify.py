@@ -22,7 +22,7 @@ from tests.support.spanner import INSTANCE, PROJECT, place, query
 
 #: Each process of the test run has one, because all share the emulators.
 NAME = f"verify-{os.getpid()}"
-FLAGS = ("verify", "--project", PROJECT, "--instance", INSTANCE, "--database", NAME, "--rows", "200")
+FLAGS = ("verify", "--project", PROJECT, "--instance", INSTANCE, "--database", NAME, "--rows", "100")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_all_checks_run_and_nothing_is_left(
         **dict.fromkeys(("schema", "load", "locks", "batch sizes"), "passed"),
         **dict.fromkeys(("roles", "plans", "commit delays"), "not available"),
     }
-    assert found["load"]["figures"]["rows"] == 200
+    assert found["load"]["figures"]["rows"] == 100
     assert [line.split(": ")[1] for line in err.splitlines()] == [
         f"{name} ({number} of {len(CHECKS)})" for number, name in enumerate(CHECKS, 1)
     ]
