@@ -5,21 +5,11 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl, schema
+from tests.integration.test_schema_apply import ALL
 from tests.support.commands import TRACE, Commands, here
 from tests.support.processes import run
 
-MADE = """\
-created  table AsynchronousTasks
-created  index AsynchronousTasksToSend
-created  index AsynchronousTasksInOrder
-created  table AsynchronousTaskTopics
-created  table AsynchronousTaskWorkers
-created  table AsynchronousTaskShards
-created  table AsynchronousTaskOperations
-created  table AsynchronousTasksCancelled
-created  index AsynchronousTasksCancelledByTime
-created  table ProcessedTasks
-"""
+MADE = "".join(f"created  {name}\n" for name in ALL)
 
 
 @pytest.fixture

@@ -125,14 +125,6 @@ def test_podman_is_used_if_docker_does_not_answer(engines: Engines) -> None:
     assert {call[0] for call in engines.calls()} == {"podman"}
 
 
-def test_without_a_running_engine_the_message_is_the_same(engines: Engines) -> None:
-    engines.mode("no service")
-    with pytest.raises(NotReached, match="and neither Docker nor Podman is running") as raised:
-        emulators.running().__enter__()
-    assert emulators.HOW_TO_GET_THEM in str(raised.value)
-    assert engines.calls() == []
-
-
 def test_a_slow_start_is_waited_for(engines: Engines) -> None:
     """The engine's proxy accepts connections before the emulator does."""
     engines.mode("slow start")
@@ -154,6 +146,7 @@ def test_an_image_is_pulled_once(engines: Engines, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("mode", "sentence"),
     [
+        ("no service", rf"and neither Docker nor Podman is running.*{re.escape(emulators.HOW_TO_GET_THEM)}"),
         ("pull fails", rf"could not pull {re.escape(IMAGES[0])}: Error response from daemon: manifest unknown"),
         ("port taken", "the Spanner emulator ended with exit code 125.*\n  Bind for 127.0.0.1 failed: port is already"),
     ],
