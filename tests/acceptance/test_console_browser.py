@@ -165,6 +165,7 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:
     with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.clock.install()
         page.goto("/tasks?state=sent&follow=1")
         insert(database, [row("sent", SentAt=datetime.now(UTC) - timedelta(seconds=1))])
         expect(page.get_by_role("link", name="sent", exact=True)).to_have_count(2)  # the tab of the state, and the task
@@ -175,7 +176,8 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
         page.wait_for_timeout(1_000)
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.wait_for_timeout(11_000)
+        page.clock.fast_forward(11_000)
+        page.wait_for_timeout(1_000)
         assert asked == []
 
 
