@@ -16,7 +16,6 @@ from tests.faults import (
     test_reshard_faults,
     test_service_faults,
     test_subscriber_faults,
-    test_wake_faults,
     test_worker_faults,
 )
 from tools.benchmarks.page import markdown
@@ -43,11 +42,6 @@ of a minute (`make test-long`), on two cores with the emulators, so times are lo
 versions of the software.
 """
 
-MORE_SAYS = """\
-The [change stream](operations/worker.md#reduce-latency-with-a-change-stream) fails, or [`outbox schema
-reshard`](operations/upgrade.md#change-the-number-of-shards) is interrupted.
-"""
-
 INBOX_SAYS = """\
 Two subscribers use the [inbox](guide/subscribe.md). They are killed, paused until Pub/Sub delivers their messages
 again, and cut off from Spanner and Pub/Sub, and two workers are killed, all at random. The test sends some tasks again.
@@ -64,7 +58,7 @@ divided by that of the second quarter. At most 1.2 is allowed. A recovery ends w
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
     parser.add_argument("--scenarios", type=Path, help="what --figures of a test run wrote")
-    parser.add_argument("--more", type=Path, help="the same of test_wake_faults.py and test_reshard_faults.py alone")
+    parser.add_argument("--more", type=Path, help="the same of test_reshard_faults.py alone")
     parser.add_argument("--soak", type=Path, help="the folder that a soak wrote")
     options = parser.parse_args(arguments)
     results: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
@@ -100,9 +94,8 @@ def text(results: dict[str, Any]) -> str:
         command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/faults"
         parts += ["## Scenarios\n", _scenarios(lines), _ran(results["scenarios_ran"], command)]
         if more := results.get("more"):
-            files = "tests/faults/test_wake_faults.py tests/faults/test_reshard_faults.py"
-            command = f"python -m pytest --long --seed {more[0]['seed']} --numprocesses 3 {files}"
-            parts += ["### Change stream and number of shards\n", MORE_SAYS, _scenarios(more)]
+            command = f"python -m pytest --long --seed {more[0]['seed']} tests/faults/test_reshard_faults.py"
+            parts += ["### Number of shards\n", _scenarios(more)]
             parts.append(_ran(results["more_ran"], command))
     if line := results.get(INBOX):
         command = f"python -m pytest --long --seed {line['seed']} tests/faults/test_subscriber_faults.py"
@@ -128,7 +121,7 @@ class Scenario:
 def scenarios() -> dict[str, Scenario]:
     rows = test_service_faults.SCENARIOS.items()
     found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
-    modules = (test_service_faults, test_worker_faults, test_wake_faults, test_reshard_faults, test_subscriber_faults)
+    modules = (test_service_faults, test_worker_faults, test_reshard_faults, test_subscriber_faults)
     for module in modules:
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")

@@ -14,6 +14,7 @@ from outbox.table import ddl
 from outbox.table.connection import open_database
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import WorkerSettings
+from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.types import Heartbeat
 from tests.support.proxy import Proxy
@@ -80,6 +81,32 @@ def test_a_missing_stream_is_logged_once(
     assert not stream.works
     [line] = [record for record in caplog.records if getattr(record, "action", "") == "change_stream_failed"]
     assert "AsynchronousTasksInserts" in line.getMessage()
+
+
+@pytest.mark.extended
+def test_a_stream_that_falls_silent_is_read_again(
+    emulators: Emulators,
+    streamed: Database,
+    reading: Callable[[Database], tuple[ChangeStream, threading.Event]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its requests hang: there is neither a record nor an error. That is logged once, and the worker polls."""
+    caplog.set_level(logging.INFO, logger="publishworker")
+    monkeypatch.setattr(change_stream, "RESTART_SECONDS", 4.0)
+    with Proxy(emulators.spanner_host) as proxy:
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
+        stream, inserted = reading(streamed)
+        eventually(lambda: stream.works, seconds=20)
+        proxy.hang()
+        eventually(lambda: "no record for" in caplog.text, seconds=30)
+        assert not stream.works
+        inserted.clear()
+        assert inserted.wait(20)
+        proxy.forward()
+        eventually(lambda: "can be read again" in caplog.text, seconds=60)
+        assert stream.works
+    assert [getattr(each, "action", "") for each in caplog.records] == ["change_stream_failed", "change_stream_works"]
 
 
 def test_heartbeats_and_the_change_stream_have_connections_of_their_own(
