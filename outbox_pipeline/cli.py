@@ -5,6 +5,7 @@ The exit codes are in docs/operations/pipeline-deploy.md.
 
 import argparse
 import logging
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 from outbox._version import __version__
 from outbox.admin.flags import add_reason
 from outbox.base.lazy import need
-from outbox.base.times import shown
 from outbox.program import logs
 from outbox.program.arguments import Parser
 from outbox.program.settings import Settings, unknown_variables
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     for sentence in unknown_variables():
         _log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = Metrics(client(settings.metrics))
-    result = None
+    begin, result = time.monotonic(), None
     try:
         with spark_errors():
             job = import_module(f"outbox_pipeline.jobs.{name}.job")
@@ -113,20 +113,8 @@ def _run(options: argparse.Namespace) -> int:
         metrics.stop()
     if name == "audit" and result.verdict and not options.json:
         say(result.verdict)
-    if name == "audit" and not result.tasks:
-        _report_empty(result, json=options.json)
-    say(report.summary(name, result, json=options.json))
+    say(report.summary(name, result, time.monotonic() - begin, json=options.json))
     return {"done": DONE, "work_left": WORK_LEFT}.get(ended_as, FAILED)
-
-
-def _report_empty(result: Any, *, json: bool) -> None:
-    """Say that an audit had no task, in the first line of the output, or in the log if a program reads the output."""
-    since = f"from {shown(result.since)} " if result.since else ""
-    headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"
-    if json:
-        _log.error(headline, extra={"action": "empty"})
-    else:
-        say(headline)
 
 
 def _ended_as(result: Any | None, options: argparse.Namespace) -> str:

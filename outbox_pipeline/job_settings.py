@@ -31,14 +31,15 @@ _PATH = matching(r"\S(?:.*\S)?", "a path or URL that Spark can use, such as gs:/
 #: Without the characters of a glob, because Spark would expand them.
 _NO_PATTERN = r"[^\s*?\[\]{}](?:[^*?\[\]{}]*[^\s*?\[\]{}])?"
 _FOLDER = matching(_NO_PATTERN, "a path or URL, without any of *?[]{}")
-_ANY_NAME = matching(r"(?:\S(?:.*\S)?)?", "a name, or nothing")
 _ANY_FOLDER = matching(f"(?:{_NO_PATTERN})?", f"{_FOLDER.allowed}; or nothing")
-_ANY_PATH = matching(r"(?:\S(?:.*\S)?)?", f"{_PATH.allowed}; or nothing")
-_ANY_TABLE = matching(r"(?:\S(?:.*\S)?)?", "a table of Spark's catalog, such as sales.invoices; or nothing")
-
-
-def _or_nothing(kind: SettingType) -> SettingType:
-    return SettingType(lambda text: kind.parse(text) if text else None, f"{kind.allowed}; or nothing")
+_ANY_PATH, _ANY_TABLE, _ANY_NAME = (
+    matching(r"(?:\S(?:.*\S)?)?", f"{allowed}; or nothing")
+    for allowed in (_PATH.allowed, "a table of Spark's catalog, such as sales.invoices", "a name")
+)
+_ANY_TOPIC = matching(r"\S*", "a topic, or nothing")
+_ANY_MOMENT = SettingType(lambda text: MOMENT.parse(text) if text else None, f"{MOMENT.allowed}; or nothing")
+REJECTS = matching(_PATH.pattern, "a path, or a URL of a file system of pyarrow, such as gs://bucket/folder")
+_RATE = whole_number(0, 10_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +72,14 @@ class RegisterSettings(JobSettings):
         SWITCH,
         "Values of CSV files have line breaks. One Spark task then reads a whole file, instead of a part of it.",
     )
-    rejects: str = setting(None, _PATH, "Folder for rejected rows with their reasons, as JSON lines.")
-    topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Topic of rows without a topic.")
+    rejects: str = setting(None, REJECTS, "Folder for rejected rows with their reasons, as JSON lines.")
+    topic: str = setting("", _ANY_TOPIC, "Topic of rows without a topic.")
     key: str = setting(
         "",
         matching(r"(?:[^,\s][^,]*(?:,[^,\s][^,]*)*)?", "names of columns, separated by commas, or nothing"),
         "Columns from which the task ID derives. If empty, the ID is the column task_id or derives from all columns.",
     )
-    max_rows_per_second: int = setting(
-        "0", whole_number(0, 10_000_000), "Max rows per second of the whole job. 0 is no limit."
-    )
+    max_rows_per_second: int = setting("0", _RATE, "Max rows per second of the whole job. 0 is no limit.")
 
     def __post_init__(self) -> None:
         """Check that there is one input, and its format. Raises SettingError."""
@@ -100,9 +99,7 @@ class ArchiveSettings(JobSettings):
         "Length of a window. Windows start and end at multiples of this length in UTC.",
     )
     since: timedelta | datetime | None = setting(
-        "",
-        _or_nothing(MOMENT),
-        "Time that the first window of a new archive contains. If empty, the SentAt of the first sent task.",
+        "", _ANY_MOMENT, "Time that the first window of a new archive contains. If empty, the SentAt of the first task."
     )
     until: timedelta | datetime = setting(
         "1m", MOMENT, "Archive the windows that end by this time, which must be at least 1 minute ago."
@@ -132,11 +129,11 @@ class AuditSettings(JobSettings):
     )
     archive: str = setting("", _ANY_FOLDER, "Folder of the archive, which is then read in addition to the table.")
     since: timedelta | datetime | None = setting(
-        "", _or_nothing(MOMENT), "Start of the window, by CreatedAt. If empty, all earlier tasks are in the window."
+        "", _ANY_MOMENT, "Start of the window, by CreatedAt. If empty, all earlier tasks are in the window."
     )
     until: timedelta | datetime | None = setting(
         "",
-        _or_nothing(MOMENT),
+        _ANY_MOMENT,
         "End of the window, by CreatedAt. If empty, the latest time at which every task can be audited: --grace ago.",
     )
     grace: float = setting("10m", SECONDS, "Time that a message may take. After it, an unreceived task counts as lost.")
@@ -182,17 +179,15 @@ class ReplaySettings(JobSettings):
     archive: str = setting(
         "", _ANY_FOLDER, "Folder of the archive to replay from. If empty, the job replays from the table."
     )
-    topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Only tasks with this value of Topic.")
-    since: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent at or after this time.")
-    until: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent before this time.")
+    topic: str = setting("", _ANY_TOPIC, "Only tasks with this value of Topic.")
+    since: timedelta | datetime | None = setting("", _ANY_MOMENT, "Only tasks sent at or after this time.")
+    until: timedelta | datetime | None = setting("", _ANY_MOMENT, "Only tasks sent before this time.")
     where: str = setting(
         "",
         SettingType(str, "an expression of Spark's SQL, or nothing"),
         "Only tasks for which this Spark SQL predicate is true.",
     )
-    max_rows_per_second: int = setting(
-        "0", whole_number(0, 10_000_000), "Max tasks per second of the whole job. 0 is no limit."
-    )
+    max_rows_per_second: int = setting("0", _RATE, "Max tasks per second of the whole job. 0 is no limit.")
 
 
 def _check_one(name: str, files: str, table: str, format: str) -> None:

@@ -17,12 +17,12 @@ _ROWS = (
 )  # fmt: skip
 
 
-def summary(job: str, result: Any, *, json: bool) -> Escaped:
-    """Return the fields of a result as one line of JSON, or one field per line."""
+def summary(job: str, result: Any, seconds: float, *, json: bool) -> Escaped:
+    """Return the fields of a result, and the duration of the job, as one line of JSON, or one field per line."""
     values = dataclasses.asdict(result)
     if json:
-        return as_json({"job": job, **values, "seconds": round(values["seconds"], 3)})
-    lines = {"job": job, **values, "seconds": spoken(values["seconds"])}
+        return as_json({"job": job, **values, "seconds": round(seconds, 3)})
+    lines = {"job": job, **values, "seconds": spoken(seconds)}
     width = max(15, *map(len, lines))
     return Escaped(
         "\n".join(

@@ -68,12 +68,12 @@ def read_cancelled(
     """
     schema = StructType([schemas.ARCHIVED[name] for name in names])
 
-    def read(part: parts.CancelledPart) -> Iterator[pa.RecordBatch]:
-        for each in part.read(open_table(database), names, at):
+    def read(end: datetime) -> Iterator[pa.RecordBatch]:
+        for each in parts.cancelled(open_table(database), names, since, end, at):
             yield columns.batch(each, schemas.arrow(schema), at)
 
     # In one Spark task, because operators cancel few tasks.
-    return read_parts(spark, read, [parts.CancelledPart(since, until or at + _TICK)], schema)
+    return read_parts(spark, read, [until or at + _TICK], schema)
 
 
 def decoded(tasks: DataFrame) -> DataFrame:

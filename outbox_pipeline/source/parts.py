@@ -87,29 +87,7 @@ class SentPart:
             if set(names) <= set(found):
                 yield columns
                 continue
-            ids = columns["Id"].to_pylist()
-            looked_up = table.rows(names, KeySet(keys=[[id] for id in ids]), at)
-            yield from _batches(looked_up, names)
-
-
-@dataclass(frozen=True, slots=True)
-class CancelledPart:
-    """Tasks that operators cancelled from `since` on and before `until`, read as those of `SentPart`."""
-
-    since: datetime
-    until: datetime
-
-    def read(self, table: Table, names: Sequence[str], at: datetime) -> Iterator[Columns]:
-        """Read the range of the index and then the tasks by key. Their `SentAt` is NULL."""
-        shards = range(CANCELLED_SHARDS)
-        ranges = [KeyRange(start_closed=[each, self.since], end_open=[each, self.until]) for each in shards]
-        rows = table.rows(_FOUND, KeySet(ranges=ranges), at, table=CANCELLED, index=CANCELLED_INDEX)
-        there = [name for name in names if name != "SentAt"]
-        columns = ["CancelledShard" if name == "Shard" else name for name in there]
-        for found in _batches(rows, _FOUND):
-            keys = KeySet(keys=[[id] for id in found["Id"].to_pylist()])
-            for batch in _batches(table.rows(columns, keys, at, table=CANCELLED), there):
-                yield {**batch, "SentAt": pa.nulls(len(batch["Id"]))}
+            yield from _batches(table.rows(names, _keys(columns), at), names)
 
 
 Part = KeyPart | SentPart
@@ -130,6 +108,22 @@ def sent_parts(
     step = max((until - since) / slices, timedelta(microseconds=1))
     times = [since, *(time for number in range(1, slices) if (time := since + step * number) < until), until]
     return [SentPart(group, *pair, after) for pair in itertools.pairwise(times) for group in groups]
+
+
+def cancelled(table: Table, names: Sequence[str], since: datetime, until: datetime, at: datetime) -> Iterator[Columns]:
+    """Read tasks that operators cancelled from `since` on and before `until`, as of `at`. Their `SentAt` is NULL."""
+    shards = range(CANCELLED_SHARDS)
+    ranges = [KeyRange(start_closed=[each, since], end_open=[each, until]) for each in shards]
+    rows = table.rows(_FOUND, KeySet(ranges=ranges), at, table=CANCELLED, index=CANCELLED_INDEX)
+    there = [name for name in names if name != "SentAt"]
+    columns = ["CancelledShard" if name == "Shard" else name for name in there]
+    for found in _batches(rows, _FOUND):
+        for batch in _batches(table.rows(columns, _keys(found), at, table=CANCELLED), there):
+            yield {**batch, "SentAt": pa.nulls(len(batch["Id"]))}
+
+
+def _keys(found: Columns) -> KeySet:
+    return KeySet(keys=[[id] for id in found["Id"].to_pylist()])
 
 
 def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) -> float:

@@ -21,7 +21,7 @@ def is_connect(spark: SparkSession) -> bool:
 class Folder:
     """A folder or file, named by a path or URL of any file system that Spark supports.
 
-    A session of Spark Connect has no file systems, so there it is only a path, and nothing is deleted.
+    A session of Spark Connect has no file systems, so there it is only a path.
     """
 
     @spark_errors()
@@ -39,32 +39,14 @@ class Folder:
         """Return the path. Hadoop's text of the working directory is empty."""
         return str(self._path.toString() if self._system else self._path) or "."
 
-    @property
-    def name(self) -> str:
-        """Return the last part of the path."""
-        return str(self._path.getName())
-
-    @property
-    def parent(self) -> "Folder":
-        """Return the folder that contains it."""
-        return Folder(self._spark, str(self._path.getParent().toString()) or ".")
-
     def __truediv__(self, name: str) -> "Folder":
         """Return the child `name`."""
         return Folder(self._spark, f"{self}/{name}")
 
     @spark_errors()
     def exists(self) -> bool:
-        """Tell whether it exists."""
-        return bool(self._system.exists(self._path))
-
-    @spark_errors()
-    def folders(self) -> list["Folder"]:
-        """Return its subfolders, sorted by name, or none if it does not exist."""
-        if not self.exists():
-            return []
-        found = [each.getPath().getName() for each in self._system.listStatus(self._path) if each.isDirectory()]
-        return [self / str(name) for name in sorted(found)]
+        """Tell whether it exists, or anything matches it as a pattern."""
+        return bool(self._matches())
 
     @spark_errors()
     def matching(self) -> list[tuple[str, str, int]]:
@@ -89,11 +71,6 @@ class Folder:
         return str(self._system.makeQualified(self._path).toString() if self._system else self._path)
 
     @spark_errors()
-    def has_match(self) -> bool:
-        """Tell whether anything matches it as a pattern."""
-        return bool(self._matches())
-
-    @spark_errors()
     def sha256(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal digits."""
         stream = self._system.open(self._path)
@@ -104,34 +81,26 @@ class Folder:
             stream.close()
 
     @spark_errors()
-    def read(self, name: str) -> str | None:
-        """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
-        file = self / name
-        if not file.exists():
+    def read(self) -> str | None:
+        """Return the text of the file, or None if it does not exist. Raises OutboxError."""
+        if not self.exists():
             return None
-        stream = self._system.open(file._path)  # noqa: SLF001 - an object of this class
+        stream = self._system.open(self._path)
         try:
             jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - the same
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
         finally:
             stream.close()
 
-    def create(self, name: str, text: str) -> bool:
-        """Create a file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""
-        file = (self / name)._path  # noqa: SLF001 - an object of this class
+    def create(self, text: str) -> bool:
+        """Create the file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""
         try:
-            stream = self._system.create(file, False)
+            stream = self._system.create(self._path, False)
             stream.write(bytearray(text.encode()))
             stream.close()  # an object store may detect only here that another writer was first
         except Py4JJavaError as error:
             # After another error, such as a full disk, the file can exist too, but is not complete.
             if "FileAlreadyExistsException" in str(error):
                 return False
-            raise OutboxError(f"{file.toString()} cannot be written. {error_from(str(error))}") from error
+            raise OutboxError(f"{self} cannot be written. {error_from(str(error))}") from error
         return True
-
-    @spark_errors()
-    def delete(self) -> None:
-        """Delete it with its contents."""
-        if self._system:
-            self._system.delete(self._path, True)

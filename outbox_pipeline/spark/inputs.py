@@ -122,7 +122,7 @@ def _check_tables(spark: SparkSession, path: str) -> None:
     """Raise OutboxError if the path is a table, or in one."""
     for folder in accumulate(path.rstrip("/").split("/"), "{}/{}".format):
         try:
-            is_table = not folder.endswith((":", "/")) and Folder(spark, f"{folder}/{_OF_TABLE}").has_match()
+            is_table = not folder.endswith((":", "/")) and Folder(spark, f"{folder}/{_OF_TABLE}").exists()
         except OutboxError:  # a folder above the path can be forbidden
             continue
         if is_table:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -100,22 +99,14 @@ def divided(spark: SparkSession, per_second: int) -> tuple[int, float]:
     return parts, per_second / parts if parts else 0.0
 
 
-@dataclass
 class Pace:
-    """The rate of one Spark task in rows per second, averaged since its first row. 0 is no limit."""
+    """Limits the rows per second of one Spark task. 0 is no limit."""
 
-    rate: float = 0.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _written: int = 0
-    _start: float | None = None
+    def __init__(self, rate: float = 0.0) -> None:
+        self._rate, self._next_at = rate, 0.0
 
     def wait(self, rows: int) -> None:
         """Sleep until `rows` more rows may be written."""
-        if not self.rate:
-            return
-        now = self.clock()
-        self._start = now if self._start is None else self._start
-        if (ahead := self._written / self.rate - (now - self._start)) > 0:
-            self.sleep(ahead)
-        self._written += rows
+        if self._rate:
+            time.sleep(max(0.0, self._next_at - time.monotonic()))
+            self._next_at = time.monotonic() + rows / self._rate

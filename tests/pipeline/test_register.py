@@ -122,7 +122,7 @@ def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target:
         assert registered(given, target, tmp_path, max_rows_per_second=1000).registered == 1
         assert registered(given, target, tmp_path).existing == 1
     tasks = spark.sparkContext.defaultParallelism
-    assert [call.args[-1] for call in mapped.call_args_list] == [1000 / tasks, 0.0]
+    assert [call.args[-2] for call in mapped.call_args_list] == [1000 / tasks, 0.0]
     assert [call.args[1] for call in ordered.call_args_list] == [tasks, 0]
 
 

@@ -8,12 +8,12 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox import OutboxError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
-from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, REGISTER_ROWS, TRIES, Writer
+from outbox_pipeline.jobs.register.executor import COUNTS, REGISTER_ROWS, Writer
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
+from outbox_pipeline.spark import spark_tasks
 from outbox_pipeline.spark.spark_tasks import Pace
 from tests.support.operations import Watch, rows_of
 from tests.support.pipeline import FakeTable, FakeTime, row
@@ -22,7 +22,7 @@ TAG = "outbox-pipeline-register"
 
 
 def writer(table: Any, *rows: dict[str, Any], **keywords: Any) -> Writer:
-    made = Writer(table, table.now(), **keywords)
+    made = Writer(table, table.now(), [].append, **keywords)
     if rows:
         add(made, *rows)
     return made
@@ -35,13 +35,12 @@ def add(made: Writer, *rows: dict[str, Any], flush: bool = True) -> None:
         made.flush()
 
 
-def answered(made: Writer) -> tuple[tuple[int, int, int], list[str]]:
-    """Return the counts (registered, existing, repeated) and the reasons of rejects since the last call."""
-    counted, *rejects = made.answers()
-    assert set(counted) == set(ANSWER.fieldNames())
-    assert {value for name, value in counted.items() if name not in COUNTS} == {None}
-    assert all([each[name] for name in COUNTS] == [0, 0, 0] for each in rejects)
-    return (counted["registered"], counted["existing"], counted["repeated"]), [each["reason"] for each in rejects]
+def answered(made: Any) -> tuple[tuple[int, int, int], list[str]]:
+    """Return the counts (registered, existing, repeated) and the reasons of rejects."""
+    counts = [made.counts[name] for name in COUNTS]
+    reasons = [each["reason"] for each in made.reject.__self__]
+    assert counts[3] == len(reasons)
+    return (counts[0], counts[1], counts[2]), reasons
 
 
 def ids(count: int, start: int = 0) -> list[str]:
@@ -110,19 +109,6 @@ def test_the_writer_reads_again_after_a_collision(older: bool):
     assert answered(made) == ((2 * REGISTER_ROWS - 3, 3, 0) if older else (2 * REGISTER_ROWS, 0, 0), [])
 
 
-def test_a_concurrent_deleter_ends_the_job_with_an_error():
-    """A row that is inserted and deleted before each read causes no endless loop."""
-    table, others = FakeTable(), FakeTable()
-    writer(others, row(task_id="b"))
-    table.before_insert = lambda _ids: table.rows.update(others.rows)
-    table.before_look = lambda _ids: table.rows.clear()
-    made = writer(table)
-    with pytest.raises(OutboxError, match="Task 'b' was inserted and deleted 10 times while this job registered it"):
-        add(made, row(task_id="b"))
-    assert table.kinds() == ["look", "insert"] * TRIES
-    assert answered(made) == ((0, 0, 0), [])
-
-
 OTHERS = (
     {"topic": "other"}, {"data": b"other"}, {"ordering_key": "k"}, {"ordering_key": "k2"}, {"attributes": {"a": "2"}},
     {"attributes": {}}, {"attributes": {"a": "1", "b": "2"}}, {"data": b""},
@@ -185,21 +171,15 @@ def test_chunks_have_max_rows_and_max_bytes():
     assert answered(made) == ((9, 0, 0), [])
 
 
-def test_a_rate_is_averaged_since_the_start():
-    """The first chunk does not wait. A job that was slower than the rate can catch up."""
+def test_a_rate_is_a_limit_at_each_time(monkeypatch: pytest.MonkeyPatch):
+    """The first chunk does not wait, and a job that was slower than the rate does not catch up."""
     time = FakeTime()
-    made = writer(FakeTable(), pace=Pace(50.0, time.clock, time.sleep))
-    for start, passes, slept in ((0, 0, []), (100, 0, [2.0]), (200, 0.5, [2.0, 1.5]), (300, 10, [2.0, 1.5])):
+    monkeypatch.setattr(spark_tasks, "time", time)
+    made = writer(FakeTable(), pace=Pace(50.0))
+    for start, passes, slept in ((0, 0, 0), (100, 0, 2.0), (200, 0.5, 1.5), (300, 10, 0), (400, 0, 2.0)):
         time.now += passes
         add(made, *plain(*ids(REGISTER_ROWS, start)), flush=False)
-        assert time.slept == slept
-    add(made, *plain(*ids(REGISTER_ROWS, 400)), flush=False)
-    assert time.slept == [2.0, 1.5]
-    add(made, row(task_id="last"))
-    assert len(time.slept) == 2, "14 s for 501 rows is slower than the rate"
-    add(made, *plain(*ids(4 * REGISTER_ROWS, 600)), flush=False)
-    assert time.now == pytest.approx(100.0 + 801 / 50.0)
-    assert answered(made)[0] == (901, 0, 0)
-    # Without a rate the writer neither waits nor reads the clock.
-    pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
-    assert answered(writer(FakeTable(), *plain(*ids(2 * REGISTER_ROWS)), pace=pace)) == ((2 * REGISTER_ROWS, 0, 0), [])
+        assert time.slept[-1] == slept
+    assert answered(made)[0] == (5 * REGISTER_ROWS, 0, 0)
+    assert answered(writer(FakeTable(), *plain(*ids(2 * REGISTER_ROWS))))[0] == (2 * REGISTER_ROWS, 0, 0)
+    assert len(time.slept) == 5, "without a rate"

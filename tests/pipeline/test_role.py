@@ -12,11 +12,10 @@ from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive.job import purge_chunk
 from outbox_pipeline.jobs.audit import effects
-from outbox_pipeline.jobs.audit.effects import Inbox
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
 from outbox_pipeline.source.datasource import OutboxDataSource
-from outbox_pipeline.source.parts import CancelledPart, KeyPart
+from outbox_pipeline.source.parts import KeyPart, cancelled
 from outbox_pipeline.spanner import open_table
 from tests.support import pipeline
 from tests.support.operations import insert, insert_cancelled, row, rows_of
@@ -32,14 +31,14 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     heard = Heard(table.database)
     assert table.first_ended() == SENT
     insert_cancelled(database, [row("cancelled")], SENT)
-    [cancelled] = CancelledPart(SENT, NEVER).read(table, ("Id", "Data"), table.now())
-    assert cancelled["Id"].to_pylist() == ["cancelled"]
+    [found] = cancelled(table, ("Id", "Data"), SENT, NEVER, table.now())
+    assert found["Id"].to_pylist() == ["cancelled"]
     table.retention()
     for more in ({}, {"state": "sent", "since": "3650d"}):
         source = OutboxDataSource(pipeline.options(target, databaseRole="outbox_pipeline", **more))
         reader = source.reader(source.schema())
         assert sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)) in (1, 10)
-    writer = Writer(table, table.now())
+    writer = Writer(table, table.now(), lambda *_: None)
     for id in ("new", "sent"):
         writer.add(pipeline.row(task_id=id))
     writer.flush()
@@ -55,7 +54,7 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     operations.end(table, begun.id, Tasks=2)
     snapshot = mock.MagicMock()
     with mock.patch.object(effects, "open_database", return_value=mock.MagicMock(snapshot=lambda: snapshot)):
-        assert list(Inbox(settings, "billing").rows(KeyPart("", ""), limit=1)) == []
+        assert list(effects.inbox_rows(settings, "billing", KeyPart("", ""), limit=1)) == []
     [read] = snapshot.__enter__().read.call_args_list
     assert read.kwargs["request_options"]["priority"] == RequestOptions.Priority.PRIORITY_LOW
     assert {"TaskId", "ProcessedAt"} <= grants("outbox_pipeline")["SELECT", "ProcessedTasks"]

@@ -22,7 +22,7 @@ from outbox_pipeline.source.datasource import decoded
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 RULES = audit.Rules(
-    since=NOON - HOUR, until=NOON, horizon=NOON + HOUR, known_until=NOON + HOUR - SECOND, grace=10 * MINUTE, skew=SECOND
+    since=NOON - HOUR, until=NOON, horizon=NOON + HOUR, known_until=NOON + HOUR - SECOND, grace=10 * MINUTE
 )
 IN_TIME = NOON - 30 * MINUTE
 SENT, AGAIN, LATER = IN_TIME + 2 * SECOND, IN_TIME + 5 * MINUTE, IN_TIME + 15 * MINUTE
@@ -214,7 +214,7 @@ def judged(spark: SparkSession) -> Judged:
         case, _, id = row.task_id.partition("/")
         findings[case][row["class"], id] += 1
     states = {_parted(row.task_id): row.state for row in rows.collect() if row.task_id}
-    lines = audit.numbers(audit.counted(rows), 10_000).where(f.col("grouping") == audit.BY_TOPIC)
+    lines = audit.numbers(audit.counted(rows)).where("NOT is_total")
     numbers = {_parted(line.topic): line.asDict() for line in lines.collect()}
     shown = Counter(row["class"] for row in audit.samples(found, 2).collect())
     rows.unpersist()

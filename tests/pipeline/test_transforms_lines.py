@@ -15,8 +15,7 @@ from pyspark.sql import functions as f
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import task_id
-from outbox_pipeline.jobs.register.job import read
-from outbox_pipeline.jobs.register.transforms import in_order, prepared, selected
+from outbox_pipeline.jobs.register.job import in_order, prepared, read, selected
 from tests.support.pipeline import row
 
 NO_OBJECT = "the line is not a JSON object: "

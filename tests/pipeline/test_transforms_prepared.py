@@ -18,9 +18,9 @@ from outbox.testing import RecordingTransaction
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.register.ids import derived, task_id, whole_row_id
+from outbox_pipeline.jobs.register.job import prepared
 from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.rows import COLUMNS, check, complete
-from outbox_pipeline.jobs.register.transforms import prepared
 from tests.support.pipeline import ROWS, FakeTable, row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
@@ -135,12 +135,12 @@ def test_a_row_registers_exactly_what_register_would_or_has_the_reason() -> None
     [typed] = complete(ROWS.fieldNames(), "", (), iter([pa.RecordBatch.from_pylist(valid, schemas.arrow(ROWS))]))
     assert [each for each in made if each["reason"] is None] == typed == valid
     for each in valid:
-        table = FakeTable()
-        writer = Writer(table, table.now())
+        table, rejected = FakeTable(), list[dict[str, Any]]()
+        writer = Writer(table, table.now(), rejected.append)
         writer.add(each)
         writer.flush()
         stored = [{name: one[name] for name in STORED} for one in table.rows.values()]
-        assert [*stored, *(one["reason"] for one in writer.answers()[1:])] == [registered(each)]
+        assert [*stored, *(one["reason"] for one in rejected)] == [registered(each)]
 
 
 def registered(given: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from outbox.base.times import shown
 from outbox.devtools import child_process
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive.log import Log, Window, windows
+from outbox_pipeline.jobs.archive.log import Log, Window
 from outbox_pipeline.jobs.archive.windows import Archive, archivable, bounds, checksum_columns, floor, rebalanced
 from tests.support.archives import (
     DAY,
@@ -55,6 +55,10 @@ WINDOW = Window(
     files={},
     written_at=NEXT_DAY + HOUR,
 )
+
+
+def windows(folder: str) -> list[Window]:
+    return Log(folder).windows()
 
 
 def frame(spark: SparkSession, tasks: list[Published]) -> DataFrame:

@@ -97,9 +97,6 @@ class FakeTable:
         #: What was asked: ("look" or "insert", the ids, the tag).
         self.calls: list[tuple[str, list[str], str]] = []
         self.time = datetime(2026, 1, 1, tzinfo=UTC)
-        #: Called before each, with the ids: another writer.
-        self.before_look: Callable[[list[str]], None] = lambda _ids: None
-        self.before_insert: Callable[[list[str]], None] = lambda _ids: None
 
     def now(self) -> datetime:
         self.time += timedelta(microseconds=1)
@@ -109,7 +106,6 @@ class FakeTable:
         created = [dict(zip(columns, each, strict=True)) for each in rows]
         ids = [each["Id"] for each in created]
         self.calls.append(("insert", ids, tag))
-        self.before_insert(ids)
         if self.rows.keys() & set(ids) or len(set(ids)) < len(ids):
             return False
         committed = self.now()
@@ -122,7 +118,6 @@ class FakeTable:
     def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         asked = list(ids)
         self.calls.append(("look", asked, tag))
-        self.before_look(asked)
         return [[self.rows[id][column] for column in columns] for id in asked if id in self.rows]
 
     def kinds(self) -> list[str]:
@@ -173,7 +168,7 @@ class FakeTime:
     now: float = 100.0
     slept: list[float] = dataclasses.field(default_factory=list)
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:

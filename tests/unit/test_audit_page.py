@@ -12,7 +12,6 @@ from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.page import page
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
-SVG = "{http://www.w3.org/2000/svg}"
 CLASSES = (*audit.STATES, *audit.FLAWS, "messages", "out_of_order", "unknown", "foreign", "unreadable")
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -24,14 +23,14 @@ HOSTILE = (
 LATENCY = {"p50": 0.0312, "p95": 2.5, "p99": 44.25, "max": 1234.5}
 
 
-def row(topic: str, tasks: int, hour: str | datetime, **numbers: int) -> dict[str, Any]:
+def row(topic: str, tasks: int, **numbers: int) -> dict[str, Any]:
     """Return a line of the summary: so many tasks of a topic, all delivered but those that `numbers` say."""
     others = dict.fromkeys((*audit.STATES, *audit.FLAWS), 0) | numbers
     delivered = tasks - sum(others[name] for name in audit.STATES)
     came = delivered + others["late"]
     seconds = LATENCY if came else dict.fromkeys(LATENCY)
     counts = {"tasks": tasks, **others, "delivered": delivered, "messages": came}
-    return {"hour": hour, "topic": topic, **counts, **seconds}
+    return {"topic": topic, **counts, **seconds}
 
 
 def summary(*lines: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -40,30 +39,25 @@ def summary(*lines: dict[str, Any], **others: Any) -> dict[str, Any]:
     for line in lines:
         known = topics.setdefault(line["topic"], {**line, **dict.fromkeys(counts, 0)})
         known.update({name: known[name] + line[name] for name in counts})
-        known.pop("hour", None)
-    times = {"known_until": "2026-11-20T14:59:59.000000Z", "horizon": "2026-11-20T15:00:00.500000Z", "seconds": 184.0}
+    times = {"known_until": "2026-11-20T14:59:59.000000Z", "horizon": "2026-11-20T15:00:00.500000Z"}
     return {
         "job": "audit", "database": HOSTILE[0], "tasks_from": "table and archive", "received_from": HOSTILE[1], **times,
-        "data_compared": True, "grace_seconds": 600.0, "clock_skew_seconds": 2.5, "since": NOON,
+        "data_compared": True, "grace_seconds": 600.0, "since": NOON,
         "until": NOON + timedelta(hours=2), **{name: sum(line[name] for line in lines) for name in counts},
         "out_of_order": 0, "unknown": 0, "foreign": 0, "unreadable": 0, "report": "gs://bucket/audit/report.html",
-        "latency": LATENCY if lines else dict.fromkeys(LATENCY), "by_hour": list(lines),
+        "latency": LATENCY if lines else dict.fromkeys(LATENCY),
         "by_topic": sorted(topics.values(), key=lambda line: str(line["topic"])),
         "samples": {}, **others,
     }  # fmt: skip
 
 
-def hour(number: int) -> str:
-    return f"2026-11-20T{12 + number:02}:00:00.000000Z"
-
-
 def rich() -> dict[str, Any]:
     """Return a summary in which every number is another one, and every class has samples."""
     lines = [
-        row("orders", 31_000, hour(0), lost=101, late=23, dead=37, republished=431),
-        row("orders", 29_001, hour(1), pending=59, arriving=67, redelivered=173, mismatched=83),
-        row("refunds", 713, hour(1)),
-        *(row(name, 11, NOON) for name in HOSTILE),
+        row("orders", 31_000, lost=101, late=23, dead=37, republished=431),
+        row("orders", 29_001, pending=59, arriving=67, redelivered=173, mismatched=83),
+        row("refunds", 713),
+        *(row(name, 11) for name in HOSTILE),
     ]
     found: dict[str, list[dict[str, Any]]] = {}
     for place, name in enumerate((*audit.STATES[1:], *audit.FLAWS, "out_of_order", "unknown")):
@@ -86,9 +80,6 @@ def parsed(text: str) -> ET.Element:
 
 def words(text: str) -> str:
     [body] = parsed(text).iter("body")
-    for parent in list(body.iter()):
-        for plot in parent.findall(f"{SVG}svg"):
-            parent.remove(plot)
     return " ".join(" ".join(body.itertext()).split())
 
 
@@ -97,7 +88,7 @@ def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
     shown_text = words(rich_page)
     for name in CLASSES:
         assert re.search(rf"\b{data[name]:,} +{name.replace('_', ' ')}\b", shown_text), name
-    for text in (HOSTILE[0], HOSTILE[1], "table and archive", "10m", "2.5s"):
+    for text in (HOSTILE[0], HOSTILE[1], "table and archive", "10m"):
         assert text in shown_text
     for time in ("12:00:00.000000Z", "14:00:00.000000Z", "14:59:59.000000Z", "15:00:00.500000Z"):
         assert f"2026-11-20T{time}".replace(".000000Z", "Z") in shown_text
@@ -113,9 +104,9 @@ def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
 @pytest.mark.parametrize(
     ("data", "kind", "headline"),
     [
-        (summary(row("orders", 9, hour(0), mismatched=3), unknown=2), "good", "\u2713 No task is lost"),
-        (summary(row("orders", 9, hour(0), lost=1)), "bad", "\u2717 1 task is lost"),
-        (summary(row("orders", 9_000, hour(0), lost=2_000)), "bad", "\u2717 2,000 tasks are lost"),
+        (summary(row("orders", 9, mismatched=3), unknown=2), "good", "\u2713 No task is lost"),
+        (summary(row("orders", 9, lost=1)), "bad", "\u2717 1 task is lost"),
+        (summary(row("orders", 9_000, lost=2_000)), "bad", "\u2717 2,000 tasks are lost"),
         (summary(since=None), "none", "No task was created in the window"),
     ],
 )
@@ -134,7 +125,7 @@ def test_the_page_loads_nothing_and_runs_no_script(rich_page: str) -> None:
     ids = [each.attrib["id"] for each in root.iter() if "id" in each.attrib]
     assert len(ids) == len(set(ids))
     for each in root.iter():
-        assert each.tag.removeprefix(SVG) not in {"script", "link", "img", "image", "iframe", "object", "form", "base"}
+        assert each.tag not in {"script", "link", "img", "image", "iframe", "object", "form", "base"}
         for name, value in each.attrib.items():
             assert not name.startswith("on")
             assert "src" not in name

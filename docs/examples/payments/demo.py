@@ -155,7 +155,7 @@ class Demo:
         )  # fmt: skip
         if done.registered != tasks:
             raise OutboxError(f"{done.registered:,} of {tasks:,} payments were registered, see {done.rejects}")
-        _tell(f"registered {done.registered:,} payments by Spark", done.seconds)
+        _tell(f"registered {done.registered:,} payments by Spark")
 
     def drain(self, tasks: int) -> None:
         """Send them by Spark, beside the workers."""
@@ -167,7 +167,7 @@ class Demo:
         if done.work_left:
             raise OutboxError(f"{done.pending + done.retrying:,} payments are not sent after 600 s")
         by_workers = max(0, tasks - done.published)
-        _tell(f"sent {done.published:,} by Spark, and {by_workers:,} by {WORKERS} workers beside it", done.seconds)
+        _tell(f"sent {done.published:,} by Spark, and {by_workers:,} by {WORKERS} workers beside it")
 
     def archive(self) -> None:
         """Archive what was sent, and delete it from the table."""
@@ -179,7 +179,7 @@ class Demo:
         time.sleep(seconds)
         given = {"archive": str(self.output / "archive"), "window": f"{WINDOW}s"}
         done = archive.run(self.spark, ArchiveSettings.read(self.of_database | given), purge=True)
-        _tell(f"archived {done.written:,} in {done.windows} windows, and deleted {done.deleted:,}", done.seconds)
+        _tell(f"archived {done.written:,} in {done.windows} windows, and deleted {done.deleted:,}")
 
     def replay(self) -> int:
         """Send one topic again: what was deleted, out of the archive. Return how many."""
@@ -188,7 +188,7 @@ class Demo:
 
         given = {"archive": str(self.output / "archive"), "topic": AGAIN}
         done = replay.run(self.spark, ReplaySettings.read(self.of_database | given))
-        _tell(f"replayed {done.replayed + done.registered:,} of {AGAIN} out of the archive", done.seconds)
+        _tell(f"replayed {done.replayed + done.registered:,} of {AGAIN} out of the archive")
         return done.replayed + done.registered
 
     def audit(self, name: str) -> "Audited":
@@ -201,7 +201,7 @@ class Demo:
             "until": f"{GRACE:g}s", "grace": f"{GRACE:g}", "output": str(self.output / f"{name}-audit"),
         }  # fmt: skip
         done = audit.run(self.spark, AuditSettings.read(self.of_database | given))
-        _tell(f"{name} audit: {done.lost:,} lost of {done.tasks:,}", done.seconds)
+        _tell(f"{name} audit: {done.lost:,} lost of {done.tasks:,}")
         return done
 
 
@@ -234,8 +234,8 @@ def _summary(tasks: int, replayed: int, first: "Audited", second: "Audited") -> 
     return "\n".join([f"  {'':<20}{'first':>8}{'second':>10}  audit", *rows])
 
 
-def _tell(what: str, seconds: float | None = None) -> None:
-    print(f"  {what}" + ("" if seconds is None else f" ({seconds:.0f} s)"), flush=True)
+def _tell(what: str) -> None:
+    print(f"  {what}", flush=True)
 
 
 if __name__ == "__main__":

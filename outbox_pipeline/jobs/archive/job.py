@@ -4,7 +4,6 @@
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -57,12 +56,10 @@ class Archived:
     deleted: int = 0
     resent: int = 0
     missing: int = 0
-    seconds: float = 0.0
 
 
 def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> Archived:
     """Archive all windows that ended since the last run. Raises SettingError, NotReached, OutboxError."""
-    begin = time.monotonic()
     job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings))
     done = Archived()
     windows = job.files.windows(job.table.name)
@@ -74,7 +71,6 @@ def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, 
     done.until = windows[-1].until if windows else None
     if purge:
         job.purge_all([window for window in windows if not window.purged], done)
-    done.seconds = time.monotonic() - begin
     return done
 
 

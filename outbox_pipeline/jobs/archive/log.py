@@ -150,10 +150,7 @@ class Log:
     def note_purging(self, window: Window, operation: str, at: datetime) -> str:
         """Note that the purge of a window begins. Return the ID of its operation, or of the interrupted one."""
         self._commit({"purging": window.since, "operation": operation, "at": at})
-        with self._errors():
-            self._refreshed()
-        since = shown(window.since)
-        return next(str(each["operation"]) for each in self._details if each.get("purging") == since)
+        return next(str(each.operation) for each in self.windows() if each.since == window.since)
 
     def note_purged(self, window: Window, counts: Mapping[str, int], at: datetime) -> None:
         """Note that the purge of a window ended, with its counts."""
@@ -253,11 +250,6 @@ class Log:
 def commit_name(version: int) -> str:
     """Return the path of a commit in the archive."""
     return f"_delta_log/{version:020}.json"
-
-
-def windows(folder: str) -> list[Window]:
-    """Return the windows of the archive in a folder, by time. Raises OutboxError. See `Log`."""
-    return Log(folder).windows()
 
 
 _TIMES = [field.name for field in fields(Window) if field.type is datetime]

@@ -3,9 +3,9 @@
     ARCHIVE/_delta_log/00000000000000000001.json
     ARCHIVE/window=20261120T000000Z_20261121T000000Z/run=5f0c.../SentDate=2026-11-20/part-....parquet
 
-A run that ended early leaves a data folder that the log does not list, and readers ignore it. All folders are named
-like partitions whose names are not columns, because Spark reads several windows as one table only if the whole path
-consists of partitions.
+A run that ended early leaves a data folder that the log does not list. Readers ignore it, and a Delta engine may delete
+it. All folders are named like partitions whose names are not columns, because Spark reads several windows as one table
+only if the whole path consists of partitions.
 """
 
 from collections.abc import Iterable, Iterator
@@ -91,15 +91,10 @@ class Archive:
         files = self.files_of(window)
         window = replace(window, files={each.path: each.sha256 for each in files})
         if not self.log.append(window, files):
-            (self._folder / window.data).delete()
             raise OutboxError(
                 f"Another run finished the window of {self.path(window.data)} first. Run only one archive job for each "
                 "folder"
             )
-        folder, _, run = window.data.partition("/")
-        for other in (self._folder / folder).folders():
-            if other.name.startswith(_RUN) and other.name != run:
-                other.delete()
         return window
 
     @spark_errors()

@@ -80,8 +80,7 @@ class Certifier:
 
     def _payload(self, path: str) -> bytes | None:
         """Return the payload of a certificate, or None if the file does not exist. Raises OutboxError."""
-        file = Folder(self._spark, path)
-        text = file.parent.read(file.name)
+        text = Folder(self._spark, path).read()
         return None if text is None else document.envelope(text.encode(), path)[0]
 
     def covering(self, windows: Sequence[Window], rules: audit.Rules) -> Sequence[Window]:
@@ -155,8 +154,8 @@ class Certifier:
         }
         payload = document.payload(content, self._inputs())
         path = self._settings.certificate
-        certificate, file = document.read(payload, path), Folder(self._spark, path)
-        written = file.parent.create(file.name, document.signed(payload, self._signer))
+        certificate = document.read(payload, path)
+        written = Folder(self._spark, path).create(document.signed(payload, self._signer))
         if not written and self._payload(path) != payload:
             raise OutboxError(f"--certificate {path} exists, and is another certificate. Pass another file")
         return certificate.digest, str(certificate.content["summary"])
@@ -200,7 +199,7 @@ class Certifier:
         folder = "".join(received[: pattern.start()].rpartition("/")[:2]) if pattern else received
         base = Folder(self._spark, folder or ".").qualified()
         for path, digest in self._digests(received):
-            files[RECEIVED + (path.removeprefix(base).lstrip("/") or Folder(self._spark, path).name)] = digest
+            files[RECEIVED + (path.removeprefix(base).lstrip("/") or path.rpartition("/")[2])] = digest
         return files
 
     def _digests(self, path: str) -> list[tuple[str, str]]:

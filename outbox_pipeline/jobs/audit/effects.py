@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -30,44 +29,34 @@ RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
 APPLIED, NOT_APPLIED, APPLIED_LATE, UNREGISTERED = CLASSES = ("applied", "not_applied", "applied_late", "unregistered")
 
 
-@dataclass(frozen=True)
-class Inbox:
-    """The records of a consumer."""
-
-    database: DatabaseSettings
-    consumer: str
-
-    def read(self, part: KeyPart) -> Iterator[pa.RecordBatch]:
-        """Yield `RECORD` of a range of task IDs."""
-        schema = schemas.arrow(RECORD)
-        for rows in chunked(self.rows(part), ARROW_ROWS):
-            ids, at = zip(*rows, strict=True)
-            texts = pa.array([value.string_value for value in at], pa.string())
-            yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)
-
-    def rows(self, part: KeyPart, limit: int = 0) -> Iterator[list[object]]:
-        """Yield TaskId and ProcessedAt, undecoded. Raises NotReached if the table is missing."""
-        database: Any = open_database(self.database, CALL_SECONDS)
-        with table_errors(), database.snapshot() as snapshot:
-            yield from snapshot.read(
-                TABLE, ("TaskId", "ProcessedAt"), part.keys(self.consumer), limit=limit, lazy_decode=True,
-                request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},
-                **retry_and_timeout(TABLE_SECONDS),
-            )  # fmt: skip
-
-
 def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
     *path, name = (settings.inbox_database or settings.database).split("/")
     named: dict[str, Any] = dict(zip(("project", "instance"), path[1::2], strict=False))
     database = dataclasses.replace(settings, database=name, **named)
-    inbox = Inbox(database, settings.inbox)
-    if not any(True for _ in inbox.rows(KeyPart("", ""), limit=1)):
+    if not any(True for _ in inbox_rows(database, settings.inbox, KeyPart("", ""), limit=1)):
         raise OutboxError(
-            f"Consumer {settings.inbox!r} has no record in {TABLE} of {database.database}. Check --inbox and "
-            "--inbox-database"
+            f"Consumer {settings.inbox!r} has no record in {TABLE} of {name}. Check --inbox and --inbox-database"
         )
-    return read_parts(spark, inbox.read, key_parts(read_partitions(spark)), RECORD)
+
+    def read(part: KeyPart) -> Iterator[pa.RecordBatch]:
+        for rows in chunked(inbox_rows(database, settings.inbox, part), ARROW_ROWS):
+            ids, at = zip(*rows, strict=True)
+            texts = pa.array([value.string_value for value in at], pa.string())
+            yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schemas.arrow(RECORD))
+
+    return read_parts(spark, read, key_parts(read_partitions(spark)), RECORD)
+
+
+def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: int = 0) -> Iterator[list[Any]]:
+    """Yield TaskId and ProcessedAt of a range of task IDs, undecoded. Raises NotReached if the table is missing."""
+    database: Any = open_database(settings, CALL_SECONDS)
+    with table_errors(), database.snapshot() as snapshot:
+        yield from snapshot.read(
+            TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
+            request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},
+            **retry_and_timeout(TABLE_SECONDS),
+        )  # fmt: skip
 
 
 def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,12 +34,8 @@ SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the database, and their messages are not due.
 UNSENT = ("pending", "dead", "cancelled", "arriving")
 _Line = dict[str, Any]
-#: Max entries of each list in the summary. If there are more, it has the largest topics and the earliest hours.
-MOST_LINES = 10_000
 #: Max samples of each class in the report.
 SAMPLES = 20
-#: Max difference between the clocks of Spanner and Pub/Sub.
-CLOCK_SKEW = timedelta(seconds=1)
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -49,7 +44,7 @@ _log = logging.getLogger("outbox_pipeline")
 class Audited:
     """The counts of an audit, described in docs/pipeline/audit.md, and the bounds of the window.
 
-    `report` is the path of the HTML page. `seconds` is the duration of the job.
+    `report` is the path of the HTML page.
     """
 
     since: datetime | None
@@ -72,14 +67,14 @@ class Audited:
     foreign: int
     unreadable: int
     report: str
-    seconds: float
     #: Counts of effects, None without --inbox.
     applied: int | None = None
     not_applied: int | None = None
     applied_late: int | None = None
     unregistered: int | None = None
-    #: The digest of the certificate and its first line, None without --certificate.
+    #: The digest of the certificate, None without --certificate.
     certificate: str | None = None
+    #: The first line of the certificate. Or that there was no task, None if there was one.
     verdict: str | None = None
 
 
@@ -108,6 +103,9 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
         if certifier:
             digest, verdict = certifier.issue(rows, rules, done)
             done = dataclasses.replace(done, certificate=digest, verdict=verdict)
+        if not done.tasks:
+            bounds = f"{f'from {shown(rules.since)} ' if rules.since else ''}before {shown(rules.until)}"
+            done = dataclasses.replace(done, verdict=f"Nothing was audited: no task was created {bounds}")
     finally:
         rows.unpersist()
     problems = {
@@ -130,7 +128,6 @@ class _Job:
     settings: AuditSettings
     table: Table
     certifier: Any = None
-    begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, list[DataFrame]]:
         """Return the rules of the audit, and the tasks of each source with `audit.OF_TASKS` and CancelledAt.
@@ -158,8 +155,8 @@ class _Job:
         cancelled = decoded(read_cancelled(self.spark, settings, columns, now))
         sources = [self._of_table(now, since).withColumn("CancelledAt", f.lit(None).cast("timestamp")), cancelled]
         # A certificate only counts unknown messages of its window, because later tasks may be purged when it is issued.
-        known = min(now - CLOCK_SKEW, until) if self.certifier else now - CLOCK_SKEW
-        rules = audit.Rules(since, until, horizon, known, grace, CLOCK_SKEW)
+        known = min(now - audit.CLOCK_SKEW, until) if self.certifier else now - audit.CLOCK_SKEW
+        rules = audit.Rules(since, until, horizon, known, grace)
         if archive:
             used = self.certifier.covering(windows, rules) if self.certifier else windows
             sources.append(decoded(archive.read(used, since).select(*columns)))
@@ -211,7 +208,7 @@ class _Job:
         inbox: DataFrame | None,
     ) -> Audited:
         """Write the report and return the counts."""
-        total, lists = self._numbers(rows)
+        total, topics = self._numbers(rows)
         # Not an Observation of another query: before Spark 4.3, it counts a Spark task again that is repeated.
         [others] = collected(deliveries.agg(*audit.others(), f.count_if("readable").alias("readable")))
         if not others.pop("readable") and others["unreadable"]:
@@ -236,7 +233,6 @@ class _Job:
             **others,
             **{name: of_class[name] for name in classes},
             report=str(output / REPORT),
-            seconds=time.monotonic() - self.begin,
         )
         summary = {
             "job": "audit",
@@ -248,29 +244,22 @@ class _Job:
             "known_until": shown(rules.known_until),
             "horizon": shown(rules.horizon),
             "grace_seconds": rules.grace.total_seconds(),
-            "clock_skew_seconds": rules.skew.total_seconds(),
             **dataclasses.asdict(done),
             "latency": {name: total[name] for name in (*audit.PERCENTILES, "max")},
-            **lists,
+            "by_topic": topics,
             "samples": _by_class(sorted(samples, key=lambda row: (row["class"], row["task_id"]))),
         }
-        output.create(SUMMARY, as_json(summary) + "\n")
-        output.create(REPORT, page(summary))
+        (output / SUMMARY).create(as_json(summary) + "\n")
+        (output / REPORT).create(page(summary))
         return done
 
-    def _numbers(self, rows: DataFrame) -> tuple[_Line, dict[str, list[_Line]]]:
-        """Return the numbers of all tasks, and the lists of the summary: by topic and by hour."""
-        found = collected(audit.numbers(audit.counted(rows), MOST_LINES))
-
-        def lines(grouping: int, *names: str) -> list[_Line]:
-            some = [row for row in found if row["grouping"] == grouping]
-            return [{name: row[name] for name in (*names, *audit.NUMBERS)} for row in some]
-
+    def _numbers(self, rows: DataFrame) -> tuple[_Line, list[_Line]]:
+        """Return the numbers of all tasks, and of each topic, the largest first."""
+        found = collected(audit.numbers(audit.counted(rows)))
         nothing = dict.fromkeys(audit.NUMBERS) | dict.fromkeys((*audit.COUNTS, "unknown"), 0)
-        [total] = lines(audit.TOTAL, "unknown") or [nothing]
-        topics = sorted(lines(audit.BY_TOPIC, "topic"), key=lambda line: (-line["tasks"], line["topic"]))
-        hours = sorted(lines(audit.BY_HOUR, "hour"), key=lambda line: line["hour"])
-        return total, {"by_topic": topics, "by_hour": hours}
+        topics = [{name: row[name] for name in ("topic", *audit.NUMBERS)} for row in found if not row["is_total"]]
+        topics.sort(key=lambda line: (-line["tasks"], line["topic"]))
+        return next((row for row in found if row["is_total"]), nothing), topics
 
 
 def _by_class(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

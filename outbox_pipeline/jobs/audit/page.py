@@ -1,7 +1,7 @@
 """The report of an audit as one HTML page without scripts, network requests or other files."""
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Mapping
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,6 @@ _WRONG = (
     "unreadable",
 )  # fmt: skip
 _LATENCIES = ("p50", "p95", "p99", "max")
-_HOUR = timedelta(hours=1)
 
 
 def page(summary: Mapping[str, Any]) -> str:
@@ -29,15 +28,12 @@ def page(summary: Mapping[str, Any]) -> str:
     def tone(name: str, counts: Mapping[str, Any] = summary) -> str:
         return "zero" if not counts.get(name) else "wrong" if name in _WRONG else ""
 
-    by_hour = summary["by_hour"]
-    plotted = ("tasks", *(name for name in STATES[1:] if summary[name]), *_LATENCIES[:-1])
     return _template().render(
         summary=summary,
         states=STATES,
         counts=("tasks", *STATES, "mismatched"),
         wrong=_WRONG,
         tone=tone,
-        plots={name: bars for name in plotted if (bars := _bars(by_hour, name))},
         topics=sorted(summary["by_topic"], key=lambda row: (-row["lost"], -row["tasks"], row["topic"])),
         most_rows=MOST_ROWS,
         latencies=_LATENCIES,
@@ -54,26 +50,6 @@ def _template() -> Template:
         "words": lambda name: name.replace("_", " "),
     }
     return environment.get_template("report.html.jinja")
-
-
-def _bars(by_hour: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Return the bars of a plot: the hour, its value, and its place and height in percent of the plot."""
-    values = [line[name] or 0 for line in by_hour]
-    hours = [datetime.fromisoformat(_time(line["hour"])) for line in by_hour]
-    if not any(values):
-        return []
-    first, length, most = min(hours), max(hours) - min(hours) + _HOUR, max(values)
-    return [
-        {
-            "hour": hour,
-            "value": value,
-            "left": 100 * ((hour - first) / length),
-            "width": 100 * (_HOUR / length),
-            "height": 100 * value / most,
-        }
-        for hour, value in zip(hours, values, strict=True)
-        if value
-    ]
 
 
 def _cell(value: object) -> object:

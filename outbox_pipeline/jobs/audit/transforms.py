@@ -1,7 +1,7 @@
 """Compares tasks with received messages.
 
 Only IDs, times, numbers and digests are shuffled. The window and a task's times are by Spanner's clock, publish_time is
-by Pub/Sub's clock, and `Rules.skew` is the max difference between the two.
+by Pub/Sub's clock, and CLOCK_SKEW is the max difference between the two.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 #: The counts of a group of tasks, and all numbers of it: also the latencies in seconds.
 COUNTS = ("tasks", *STATES, "messages", *FLAWS)
 NUMBERS = (*COUNTS, *PERCENTILES, "max")
+#: Max difference between the clocks of Spanner and Pub/Sub.
+CLOCK_SKEW = timedelta(seconds=1)
 #: The columns of a sending with its outcome. If no task has the ID, the task's columns are NULL. `state` is NULL
 #: outside the window. `first` is true if no earlier sending of the ID is known.
 JUDGED = (
@@ -50,7 +52,6 @@ class Rules:
     horizon: datetime
     known_until: datetime
     grace: timedelta
-    skew: timedelta
 
 
 def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFrame:
@@ -93,7 +94,7 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
     `sendings` come from `sends`, and `deliveries` from `received.received`.
     """
     of_it = f.col("task_id") == f.col("received_id")
-    joined = _bounded(sendings, rules).join(_by_task(deliveries), of_it, "full_outer")
+    joined = _bounded(sendings).join(_by_task(deliveries), of_it, "full_outer")
     # Almost every task was sent once, so the common case avoids the slow functions on array elements.
     after, before = f.col("after"), f.col("before")
     own = f.when(after.isNull() & before.isNull(), f.col("received")).otherwise(
@@ -150,7 +151,7 @@ def _between(at: Column, after: Column, before: Column) -> Column:
     return (after.isNull() | (at > after)) & (before.isNull() | (at <= before))
 
 
-def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
+def _bounded(sendings: DataFrame) -> DataFrame:
     """Add `after` and `before` to the sendings: the times between which the messages of a sending were published.
 
     A task is marked after its message was published, so a message published between two SentAt of an ID belongs to the
@@ -164,7 +165,7 @@ def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
     last = f.lead("created_at").over(of_id).isNull()
     # `least` ignores NULL: there is no middle if the next sending is not sent.
     longer = f.col("at_most_once") | f.col("cancelled_at").isNotNull()
-    slack = f.when(longer, f.lit(rules.skew + MARKS_FINAL_AFTER)).otherwise(f.lit(rules.skew))
+    slack = f.when(longer, f.lit(CLOCK_SKEW + MARKS_FINAL_AFTER)).otherwise(f.lit(CLOCK_SKEW))
     ends = sendings.withColumn("before", f.when(~last, f.least(_ended() + slack, middle)))
     return ends.withColumns({"after": f.lag("before").over(of_id), "place": f.row_number().over(of_id)})
 
@@ -177,7 +178,7 @@ def _ended() -> Column:
 def _is_known(at: Column, rules: Rules) -> Column:
     """Return whether a message was published at a time for which all tasks were read."""
     before = at < f.lit(rules.known_until)
-    return before if rules.since is None else before & (at >= f.lit(rules.since + rules.skew))
+    return before if rules.since is None else before & (at >= f.lit(rules.since + CLOCK_SKEW))
 
 
 def _state(rules: Rules) -> Column:
@@ -216,7 +217,7 @@ def out_of_order(rows: DataFrame) -> DataFrame:
 
 
 def counted(rows: DataFrame) -> DataFrame:
-    """Count by topic, hour and rounded latency. `numbers` computes every number of the report from these few rows.
+    """Count by topic and rounded latency. `numbers` computes every number of the report from these few rows.
 
     The latency in microseconds is the time from CreatedAt to the first publish_time, at least 0 despite clock skew,
     rounded to three significant digits.
@@ -227,13 +228,12 @@ def counted(rows: DataFrame) -> DataFrame:
     columns = {
         "latency": latency,
         "rounded": (f.round(latency / unit) * unit).cast("long"),
-        "hour": f.date_trunc("hour", "created_at"),
     }
     of_window = f.col("state").isin(*STATES)
     return (
         rows.where(of_window | (f.col("state") == "unknown"))
         .withColumns(columns)
-        .groupBy("topic", "hour", "rounded")
+        .groupBy("topic", "rounded")
         .agg(
             f.count_if(of_window).alias("tasks"),
             *(f.count_if(f.col("state") == name).alias(name) for name in (*STATES, "unknown")),
@@ -243,29 +243,21 @@ def counted(rows: DataFrame) -> DataFrame:
     )
 
 
-#: What a row of `numbers` counts: the tasks of an hour, of a topic, or of the whole window. The value is Spark's
-#: grouping ID of (hour, topic).
-BY_HOUR, BY_TOPIC, TOTAL = 1, 2, 3
+def numbers(counts: DataFrame) -> DataFrame:
+    """Return the counts, and the latencies in seconds, of the window's tasks: of each topic, and `is_total` of all.
 
-
-def numbers(counts: DataFrame, most: int) -> DataFrame:
-    """Return the counts, and the latencies in seconds, of the window's tasks, in one pass for all groupings.
-
-    Each grouping has at most `most` rows: the largest topics, and the earliest hours. Only TOTAL has `unknown`.
+    Only the total has `unknown`.
     """
     points = f.percentile("rounded", list(PERCENTILES.values()), f.col("tasks"))
-    summed = counts.groupingSets([[], ["hour"], ["topic"]], "hour", "topic").agg(
-        f.grouping_id("hour", "topic").alias("grouping"),
+    summed = counts.rollup("topic").agg(
+        f.grouping("topic").cast("boolean").alias("is_total"),
         *(f.sum(name).alias(name) for name in (*COUNTS, "unknown")),
         points.alias("points"),
         (f.max("max") / 1e6).alias("max"),
     )
     named = {name: f.col("points")[place] / 1e6 for place, name in enumerate(PERCENTILES)}
-    # A message of an unknown ID has no hour and no topic.
-    tasks = summed.where((f.col("tasks") > 0) | (f.col("grouping") == TOTAL)).withColumns(named)
-    order = Window.partitionBy("grouping").orderBy("hour", f.desc("tasks"), "topic")
-    ranked = tasks.withColumn("place", f.row_number().over(order))
-    return ranked.where(f.col("place") <= most).drop("points", "place")
+    # A message of an unknown ID has no topic.
+    return summed.where("tasks > 0 OR is_total").withColumns(named).drop("points")
 
 
 def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:

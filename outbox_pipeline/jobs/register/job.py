@@ -2,14 +2,15 @@
 
 import csv
 import logging
-import time
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
-from uuid import uuid4
 
-from pyspark.sql import DataFrame, Observation, SparkSession
+import pyarrow as pa
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession, Window
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructType
 
@@ -17,22 +18,12 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RegisterSettings, format_of_input
-from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, register_rows
+from outbox_pipeline.jobs.register.executor import ANSWER, REJECTS, new_run, register_rows
 from outbox_pipeline.jobs.register.json_objects import CONVERT
-from outbox_pipeline.jobs.register.rows import COLUMNS, PARSE_ERROR, UNPARSED
-from outbox_pipeline.jobs.register.transforms import (
-    TIMES,
-    in_folders,
-    in_order,
-    json_lines,
-    prepared,
-    read_any_json,
-    selected,
-)
+from outbox_pipeline.jobs.register.rows import COLUMNS, LINE, PARSE_ERROR, UNPARSED, check, complete
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.inputs import Input, checked, read_all_columns, read_table
-from outbox_pipeline.spark.spark_tasks import divided, map_rows
+from outbox_pipeline.spark.spark_tasks import divided, map_rows, placed, totals
 from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
@@ -46,6 +37,9 @@ _OPEN = r"""^(?:(?:"(?:[^"]++|"")*+"[^,]*+|[^",][^,]*+)?+,)*+"(?:[^"]++|"")*+\z"
 #: What other programs write to CSV for NULL.
 _NULL, _NULL_DATA = r"^(?:NULL|null|\\N|\(null\)|<NA>|NaN|nan|None)$", r"^(?:NULL|\\N)$"
 
+#: A temporary view of the rows for `selected`.
+_INPUT = "outbox_input"
+
 _log = logging.getLogger("outbox_pipeline")
 
 
@@ -58,7 +52,6 @@ class Registered:
     existing: int
     repeated: int
     rejected: int
-    seconds: float
     rejects: str | None
 
 
@@ -100,7 +93,8 @@ def register(
         {"project": project, "instance": instance, "database": database, "database_role": database_role}
     )
     with spark_errors():
-        return _register(prepared(dataframe, topic=topic, key=key), target, rejects, max_rows_per_second)
+        tasks = prepared(dataframe, topic=topic, key=key)
+        return _register(tasks, target, REJECTS.value(rejects, "rejects"), max_rows_per_second)
 
 
 def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
@@ -114,10 +108,10 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     if settings.select:
         rows = selected(rows, settings.select)
     tasks = prepared(rows, topic=settings.topic, key=key)
-    done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
+    rejects = REJECTS.value(settings.rejects, "--rejects")
+    done = _register(tasks, settings, rejects, settings.max_rows_per_second)
     if done.rejected:
         extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
-        # Not in place: on a local disk, Spark refuses a file that was edited, because its checksum is next to it.
         text = "%s rows were rejected. Write the rows in %s to a new file, correct them there, and register that file"
         _log.warning(text, f"{done.rejected:,}", done.rejects, extra=extra)
     return done
@@ -229,34 +223,91 @@ def _name(column: str, path: str) -> str:
     return name if name.encode().decode(_BYTES) == column else next(csv.reader([name]))[0]
 
 
-def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
-    begin = time.monotonic()
-    spark = tasks.sparkSession
-    began = open_table(target).now()
-    parts, rate = divided(spark, per_second)
-    observed = Observation("register")
-    answers = map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate).observe(
-        observed,
-        *(f.sum(name).alias(name) for name in COUNTS),
-        f.count_if(f.col("reason").isNotNull()).alias("rejected"),
-    )
-    folder = Folder(spark, rejects) / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
-    refused = answers.where("reason IS NOT NULL").select(
-        "reason",
-        "line",
-        *(name for name in schemas.INPUT.fieldNames() if name not in ("data", "line", "reason")),
-        f.base64("data").alias("data_base64"),
-    )
-    counts: dict[str, int] = {}
+def json_lines(lines: DataFrame) -> DataFrame:
+    """Return the lines of a column `value` that are not empty as the column LINE, with the columns of folders."""
+    # As bytes, because Spark would replace invalid UTF-8.
+    value = f.col("value")
+    return lines.where(value.rlike(r"\S")).withColumn("value", value.cast("binary")).withColumnRenamed("value", LINE)
+
+
+def read_any_json(reader: DataFrameReader, path: str) -> DataFrame:
+    """Return the rows of JSON lines with all their columns, in the types that Spark finds."""
+    rows = reader.json(path, columnNameOfCorruptRecord=UNPARSED)
+    if UNPARSED not in rows.columns:
+        return rows
+    return rows.withColumn(PARSE_ERROR, f.when(f.col(UNPARSED).isNotNull(), f.lit("the line is not a JSON object")))
+
+
+def selected(rows: DataFrame, select: str) -> DataFrame:
+    """Return the columns that Spark SQL makes of the rows. A line that cannot be parsed is kept as it is.
+
+    Raises SettingError with Spark's own position in `select`.
+    """
+    rows.createOrReplaceTempView(_INPUT)
+    # Under other names, because * selects the columns, too.
+    ours = {f"{_INPUT}{name}": name for name in (UNPARSED, PARSE_ERROR) if name in rows.columns}
+    more = "".join(f", {name} AS {renamed}" for renamed, name in ours.items())
     try:
-        refused.write.option("timestampFormat", TIMES).json(str(folder))
-        counts = {name: int(value or 0) for name, value in observed.get.items()}
+        found = rows.sparkSession.sql(f"SELECT\n{select}\n{more} FROM {_INPUT}")
+    except AnalysisException as error:
+        sentence = re.sub(r";? *SQLSTATE: \w+", "", str(error).strip().partition("\n")[0]).rstrip("; ")
+        where = re.sub(r"line (\d+)", lambda found: f"line {int(found[1]) - 1}", sentence)
+        raise SettingError(f"--select: {where}") from None
     finally:
-        if not counts.get("rejected"):
-            folder.delete()
+        rows.sparkSession.catalog.dropTempView(_INPUT)
+    return found.drop(*ours.values()).withColumnsRenamed(ours)
+
+
+def in_folders(reason: Column, folders: Sequence[str]) -> Column:
+    """Add the columns of folders to the reason to reject a line, because the line does not have them."""
+    if not folders:
+        return reason
+    each = [f.concat(f.lit(f"{name}="), f.coalesce(f.col(f"`{name}`"), f.lit("NULL"))) for name in folders]
+    return f.concat(reason, f.lit(" (folder "), f.concat_ws("/", *each), f.lit(")"))
+
+
+def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
+    """Return `rows` with the columns of `schemas.INPUT` and their task IDs.
+
+    Raises SettingError: a column is unknown, missing or of a wrong type.
+    """
+    check(rows.schema, topic, key)
+    numbered = rows.toDF(*map(str, range(len(rows.columns))))  # because mapInArrow refuses a dot in a name
+    return numbered.mapInArrow(partial(_complete, rows.columns, topic, key), schemas.INPUT)
+
+
+def _complete(
+    names: Sequence[str], topic: str, key: Sequence[str], batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    schema = schemas.arrow(schemas.INPUT)
+    for rows in complete(names, topic, key, batches):
+        yield pa.RecordBatch.from_pylist(rows, schema)
+
+
+def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
+    """Return tasks in write order. Tasks of one ordering key, or with equal IDs, are in one partition.
+
+    Tasks without an ordering key are sorted by ID, so a commit touches few splits of the table:
+    https://cloud.google.com/spanner/docs/bulk-loading. Tasks of an ordering key are sorted by `sequence`, then by ID.
+    """
+    # Rows with equal IDs are adjacent, whatever their sequences. Otherwise a later row would find its task in the
+    # table, where it looks like a task that an earlier attempt of the Spark task wrote.
+    first = f.min("sequence").over(Window.partitionBy("_place", "task_id"))
+    # The hash makes the order of two different rows with one ID deterministic.
+    whole = f.xxhash64("topic", "data", f.to_json(f.struct(f.array_sort(f.map_entries("attributes")))), "priority")
+    ordered = placed(tasks, partitions, "ordering_key", "task_id", "line").withColumn("_first", first)
+    return ordered.sortWithinPartitions("ordering_key", "_first", "task_id", "sequence", whole).drop("_place", "_first")
+
+
+def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
+    folder = f"{rejects}/{new_run()}"
+    began = open_table(target).now()
+    parts, rate = divided(tasks.sparkSession, per_second)
+    answers = map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate, folder)
+    [row] = totals(answers).collect()
+    counts = row.asDict()
     return Registered(
         read=sum(counts.values()),
         **counts,
-        seconds=time.monotonic() - begin,
-        rejects=str(folder) if counts["rejected"] else None,
+        rejects=folder if counts["rejected"] else None,
     )

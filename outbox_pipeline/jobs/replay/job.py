@@ -10,7 +10,6 @@ if several replays run at the same time.
 import base64
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta
@@ -18,7 +17,7 @@ from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import DataFrame, Observation, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
 from outbox.admin import operations, operator_sql, resend, topics
@@ -85,7 +84,6 @@ class Replayed:
     refused: int | None = None
     topics: dict[str, int] | None = None
     sample: list[dict[str, Any]] | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,6 @@ def run(
 
     With `to`, they are published to this topic instead. Raises SettingError, NotReached, OutboxError.
     """
-    begin = time.monotonic()
     check(settings, dry_run=dry_run, resume=resume, reason=reason, to=to)
     table = open_table(settings)
     now = table.now()
@@ -145,7 +142,6 @@ def run(
         operations.end(table, id, Tasks=done.selected - done.missing - (done.refused or 0))
         told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
         _info(f"Replay {id} finished{told}")
-    done.seconds = time.monotonic() - begin
     return done
 
 
@@ -237,14 +233,12 @@ class _Job:
         """Count the selected tasks and return some of them."""
         # Persist, so that the table is read once for both results.
         tasks = self._selected(started_at).select("Id", "Topic", "SentAt").persist()
-        observed = Observation("replay")
-        counts = tasks.groupBy("Topic").count().observe(observed, f.sum("count").alias("selected"))
-        topics = collected(counts.orderBy(f.desc("count"), "Topic").limit(TOPICS))
+        topics = collected(tasks.groupBy("Topic").count().orderBy(f.desc("count"), "Topic"))
         sample = collected(tasks.limit(SAMPLE))
         tasks.unpersist()
         return Replayed(
-            selected=observed.get["selected"] or 0,
-            topics={row["Topic"]: row["count"] for row in topics},
+            selected=sum(row["count"] for row in topics),
+            topics={row["Topic"]: row["count"] for row in topics[:TOPICS]},
             sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
         )
 
