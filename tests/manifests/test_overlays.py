@@ -97,15 +97,6 @@ def test_two_databases_share_a_namespace(tmp_path: Path) -> None:
     assert (labels[f"{TAG}/service"], labels[f"{TAG}/version"]) == ("eu-publishworker", "1.2.3")
 
 
-def test_datadog_udp_can_replace_datadog_csi_in_production(tmp_path: Path) -> None:
-    """At the same place, after `network-policy`. Otherwise the policy would drop the metrics."""
-    shutil.copytree(K8S, tmp_path / "k8s")
-    file = tmp_path / "k8s/overlays/production/kustomization.yaml"
-    file.write_text(file.read_text().replace("datadog-csi", "datadog-udp"))
-    [*_, last] = the(rendered(file.parent), "NetworkPolicy")["spec"]["egress"]
-    assert last["ports"] == [{"protocol": "UDP", "port": 8125}]
-
-
 def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Path) -> None:
     """It listens on the pod's loopback address, nobody may act, and the page lets its probe's host in."""
     objects = rendered(composed(tmp_path / "console", "console"))

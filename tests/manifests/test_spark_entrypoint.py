@@ -94,7 +94,7 @@ def spark(folder: Path) -> dict[str, str]:
     return JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}
 
 
-@pytest.mark.extended
+@pytest.mark.long("only another version of Spark refuses what the tests above pin")
 def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: dict[str, str]) -> None:
     """PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules."""
     job = folder / "job" / "__main__.py"
@@ -117,7 +117,7 @@ def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: d
     assert done.returncode == 3, done.stderr
 
 
-@pytest.mark.extended
+@pytest.mark.long("only another version of Spark refuses what the tests above pin")
 def test_pips_spark_has_the_executor_that_is_started(folder: Path, spark: dict[str, str]) -> None:
     """It accepts these words and connects to its driver; nothing listens there."""
     options = {"SPARK_JAVA_OPT_0": "-Dspark.rpc.askTimeout=5s", "SPARK_JAVA_OPT_1": "-Dspark.rpc.io.maxRetries=0"}

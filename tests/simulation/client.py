@@ -3,13 +3,10 @@
 A statement is known by its text, so it is the one that the product sends; what it returns is modeled here.
 """
 
-import asyncio
-import contextlib
 import dataclasses
 import re
 from base64 import b64decode, b64encode
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import inf
 from types import SimpleNamespace
@@ -251,63 +248,20 @@ class Work:
         )
 
 
-class AsyncWork(Work):
-    """The transaction of an AsyncClient: other coroutines run while a request waits for its answer."""
-
-    async def execute_sql(self, sql: str, params: Mapping[str, Any], **_more: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # as the client's
-        answer = self.query(sql, params)
-        await _Turn()
-        return _each(answer)
-
-    async def read(self, *arguments: Any, **more: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # as the client's
-        return _each(super().read(*arguments, **more))
-
-
-class _Turn:
-    """Awaited, it lets the other coroutines run."""
-
-    def __await__(self) -> Generator[None]:
-        yield
-
-
-async def _each(rows: list[Any]) -> AsyncIterator[Any]:
-    for row in rows:
-        yield row
-
-
-def gathered(*coroutines: Any) -> list[Any]:
-    """Run coroutines in turns, as `asyncio.gather` does. Return their results.
-
-    A loop of asyncio cannot run them, because other fibers would run within it. A coroutine that waits for an
-    asyncio.Lock yields a future.
-    """
-    results, left = dict[int, Any](), deque((number, each, None) for number, each in enumerate(coroutines))
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        while left:
-            number, each, future = left.popleft()
-            if future is not None and not future.done():
-                left.append((number, each, future))
-                continue
-            asyncio._set_running_loop(loop)
-            try:
-                left.append((number, each, each.send(None)))
-            except StopIteration as end:
-                results[number] = end.value
-            finally:
-                asyncio._set_running_loop(None)
-    return [results[number] for number in sorted(results)]
-
-
 def transact(
-    spanner: Spanner, audit: Audit, work: Callable[[Any], T], *, selection: TaskSelection | None = None,
-    kind: type[Work] = Work, operation_began: float = inf,
-) -> T:  # fmt: skip
+    spanner: Spanner,
+    audit: Audit,
+    work: Callable[[Any], T],
+    *,
+    selection: TaskSelection | None = None,
+    operation_began: float = inf,
+) -> T:
     """Run `work` in a transaction, again after aborts, as old as the first attempt. Raises Aborted at last."""
     clockwork, age = spanner.clockwork, spanner.age()
     began = clockwork.now
     while True:
         transaction = Transaction(age, asked_at=clockwork.now)
-        attempt = kind(spanner, transaction, selection)
+        attempt = Work(spanner, transaction, selection)
         try:
             result = work(attempt)
             attempt.commit(audit, min(began, operation_began))

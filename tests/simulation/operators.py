@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from google.cloud.spanner_v1 import KeySet
 
 import outbox
-from outbox import aio
 from outbox.admin import changes, operator_sql
 from outbox.admin.changes import TaskSelection
 from outbox.errors import OutboxError
@@ -22,7 +21,7 @@ from outbox.table.ddl import CANCELLED
 from outbox.table.states import CANCELLED as CANCELLED_STATE
 from outbox.table.states import CHANGED
 from tests.simulation.audit import GOOD, Known
-from tests.simulation.client import AsyncWork, Commands, Work, attribute, gathered, transact
+from tests.simulation.client import Commands, Work, attribute, transact
 from tests.simulation.spanner import Aborted
 from tests.support.fakes import StoredTask
 
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 #: Tasks of a chunk of an operation, instead of hundreds.
 CHUNK = 3
-#: Part of the cancellations that several coroutines of one transaction make.
-TOGETHER = 0.3
+#: Part of the cancellations that are of the first unsent tasks of one key.
+OF_KEY = 0.3
 
 
 class RolledBack(Exception):
@@ -131,9 +130,9 @@ class Operators:
         """
         latest = [*itertools.islice(reversed(self.table.rows.values()), random.choice([3, 100]))]
         reads = random.choice([0.0, 0.02, 0.1, 0.5])
-        together, replaces, tries_own = (random.random() < part for part in (TOGETHER, 0.3, 0.1))
+        of_key, replaces, tries_own = (random.random() < part for part in (OF_KEY, 0.3, 0.1))
         chosen = random.sample(latest, min(len(latest), random.choice([1, 1, 3])))
-        if together and chosen:  # tasks of one key
+        if of_key and chosen:
             key = chosen[0].ordering_key
             chosen = [row for row in reversed(latest) if row.ordering_key == key and row.sent_at is None][:3]
         ids = [row.id for row in chosen]
@@ -142,11 +141,8 @@ class Operators:
         def work(attempt: Any) -> None:
             self.clockwork.sleep(reads)
             answers.clear()
-            if together:
-                answers.update(zip(ids, gathered(*(aio.cancel(attempt, id) for id in ids)), strict=True))
-            else:
-                answers.update({id: outbox.cancel(attempt, id) for id in ids})
-            if replaces and not together and answers.get(ids[0]):
+            answers.update({id: outbox.cancel(attempt, id) for id in ids})
+            if replaces and answers.get(ids[0]):
                 new = self._register(attempt, random, ids[0])
                 if tries_own:
                     answers[new] = outbox.cancel(attempt, new)
@@ -154,7 +150,7 @@ class Operators:
                 raise RolledBack
 
         if ids:
-            transact(self.spanner, self.audit, work, kind=AsyncWork if together else Work)
+            transact(self.spanner, self.audit, work)
             for id, was_unsent in answers.items():
                 if not was_unsent and id in self.table.rows and self.table.rows[id].sent_at is None:
                     self.audit.problem(f"cancel of {id} returned False, and the task is unsent")

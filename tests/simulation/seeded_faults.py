@@ -1,6 +1,5 @@
 """Defects that are put into the product, one at a time, to find out whether histories notice them."""
 
-import asyncio
 import pkgutil
 from collections import Counter, deque
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.spanner.change_stream import ChangeStream
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics import availability
 from publishworker.topics.availability import CircuitBreakers, Topics
@@ -116,17 +114,6 @@ def first_found_only(real: Any) -> Any:
         known = self.known._topics
         again = {name for name in request.topics if known[name].keep_polling_seconds > KEEP_POLLING_SECONDS}
         return real(self, replace(request, topics=request.topics - again | {f"not {name}" for name in again}))
-
-    return ours
-
-
-def first_wake_up_lost(real: Any) -> Any:
-    """Return `_first_partitions`, after which the next wake-up of the worker is lost."""
-
-    def ours(self: Any, attempt: Any) -> Any:
-        found, inserted = real(self, attempt), self._inserted
-        self._inserted = lambda: setattr(self, "_inserted", inserted)
-        return found
 
     return ours
 
@@ -233,9 +220,6 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),
-    "a new attempt to read the change stream wakes the worker": (
-        ChangeStream, "_first_partitions", first_wake_up_lost
-    ),
     "a topic gets at most half of the places while another waits": (
         selection, "_share_places",
         lambda real: lambda batches, places, in_flight, **options: real(
@@ -268,9 +252,6 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     "a cancel of blocked tasks releases none of them": (
         "blocked keys", "outbox.admin.changes", "_WRITES", releases_behind_blocked
     ),
-    "cancels of one transaction run one after the other": (
-        "blocked keys", "outbox.aio", "_cancelling", lambda _: SimpleNamespace(setdefault=lambda *_: asyncio.Lock())
-    ),
     "each worker gets a part of a rate limit": (
         "limits", "publishworker.topics.availability.RateLimits", "apply",
         lambda real: lambda self, controls, _workers: real(self, controls, 1)
@@ -292,6 +273,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         "restores", "outbox.admin.cancelled", "_published",
         lambda real: lambda *a: {id: {} for id in real(*a)}  # it reads them: the audit judges by what was read
     ),
+    "a cancel releases the next task": ("blocked keys", "tests.simulation.table.Table", "next_of_keys", always([])),
     "a change of many tasks compares their states": (
         "blocked keys", "outbox.admin.changes", "_as_seen", lambda _: lambda row, _seen: row._replace(matches=True)
     ),

@@ -11,13 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 
 from tests.simulation.plan import DENSE, Plan
 from tests.simulation.seeded_faults import DEFECTS, DENSE_DEFECTS, seeded
-from tests.simulation.table import Table
 from tests.simulation.world import World, shortest
 from tests.support.processes import ROOT
 
@@ -41,7 +39,6 @@ FIRST_SEEDS = {
 }
 #: Defects of mechanisms that have too little to do in drawn plans, with tests of their own.
 APART = (
-    "a new attempt to read the change stream wakes the worker",
     "a topic gets at most half of the places while another waits",
     "a topic leaves a place to another of a lower priority",
     "the size of a poll follows the backlog",
@@ -106,16 +103,6 @@ def test_a_history_breaks_no_promise(first: int, seconds: float) -> None:
         assert not problems(plan), report(plan)
         played += 1
     print(f"{played} histories, {played / seconds:.1f} for each CPU second")
-
-
-@pytest.mark.parametrize("released", [True, False])
-def test_a_cancelled_key_head_releases_the_next_task(released: bool) -> None:
-    """Few tasks, all with keys, and many of them bad or cancelled. Without the release, histories notice it."""
-    next_of_keys = Table.next_of_keys if released else lambda *_: []
-    with mock.patch.object(Table, "next_of_keys", next_of_keys):
-        plans = [Plan(seed, rate=2.0, keys=1.0, bad=0.2, cancels=5.0, seconds=30.0) for seed in (22, 23, 24)]
-        found = [problems(plan) for plan in plans]
-    assert any(found) is not released
 
 
 @pytest.mark.extended

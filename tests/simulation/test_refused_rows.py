@@ -1,19 +1,11 @@
 """Rows that Spanner refuses to change, as if they violated a constraint: only their tasks suffer."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
 
 from tests.simulation.plan import Plan
 from tests.simulation.world import World
-
-
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 8))])
-def test_refused_rows_break_no_promise(seed: int) -> None:
-    """Also of at-most-once tasks, of ordering keys, with failures to record, and with faults."""
-    plan = dataclasses.replace(Plan.of(seed), refused=0.2, once=0.2)
-    assert World(plan).play().problems == []
 
 
 @pytest.mark.parametrize("once", [0.0, 1.0])

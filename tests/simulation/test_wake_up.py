@@ -1,14 +1,11 @@
 """With the change stream, no task of idle workers waits for their long pauses."""
 
-from random import Random
-
 import pytest
 
 from outbox.table.states import NEVER
-from tests.simulation.audit import GOOD, Known
+from tests.simulation.audit import GOOD
 from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import seeded
-from tests.simulation.stream import Records, reader, virtual_readers
 from tests.simulation.world import World, quiet
 
 
@@ -34,42 +31,6 @@ def test_idle_workers_send_new_and_due_tasks_soon(fails: float, max_new: float, 
         due = [task.last_at - task.available_at for task in tasks if task.available_at > task.at]
         assert (len(new) > 50, len(due) > 10, all(task.received for task in tasks)) == (True, True, True)
         assert (max(new) < max_new, max(due) < max_due) == (True, True), (seed, max(new), max(due))
-
-
-def waits(seed: int) -> list[float]:
-    """Break the change stream several times, and register a task each time while it cannot be read.
-
-    The answer of the poll that follows the failure is late, so it has no new task. Return the seconds of each task.
-    """
-    world, random = World(Plan(seed, poll_interval=30.0, idle_interval=300.0, wake=True)), Random(seed)
-    clockwork, records, tasks = world.clockwork, Records(world.spanner), list[Known]()
-    world.troubles.append(("poll", 0.5, "late"))
-    with quiet(), virtual_readers(clockwork):
-        for node in world.nodes:
-            stream = reader(world.spanner, records, node.relay.wake)
-            node.stream_works = lambda it=stream: it.works  # type: ignore[misc]  # bound to this stream
-        for number in range(5):
-            clockwork.run(clockwork.now + random.uniform(40.0, 90.0))
-            records.set_broken(True)
-            clockwork.run(clockwork.now + random.uniform(0.0, 1.0))
-            at = world.spanner.table.commit_time()
-            world.spanner.table.insert(str(number), "orders", GOOD, created_at=at)
-            records.committed(at)
-            tasks.append(Known("orders", "", clockwork.now, clockwork.now))
-            world.audit.committed(str(number), tasks[-1])
-            clockwork.run(clockwork.now + random.uniform(0.0, 1.0))
-            records.set_broken(False)
-            clockwork.run(clockwork.now + 400.0, lambda: tasks[-1].received > 0)
-        clockwork.close()
-    return [task.last_at - task.at for task in tasks]
-
-
-@pytest.mark.parametrize("defect", [None, "a new attempt to read the change stream wakes the worker"])
-def test_a_change_stream_that_breaks_delays_no_task_for_long(defect: str | None) -> None:
-    """Without a wake-up when it can be read again, some tasks wait for the idle interval."""
-    with seeded(defect):
-        slowest = max(max(waits(seed)) for seed in range(3))
-    assert (slowest > 10.0) is bool(defect), slowest
 
 
 def requests_of_idle_workers(workers: int, *, dead: bool) -> float:

@@ -59,7 +59,6 @@ class Node:
         self.started = 0
         self.cut: list[str] = []  # services that it does not reach
         self.process = Process("")
-        self.stream_works: Callable[[], bool] = lambda: True
         self.stop = Event(world.clockwork)
         self.relay: Relay
         self.membership: Membership
@@ -105,11 +104,7 @@ class Node:
             trace=None if world.steps is None else Trace(world.steps.append, process.name),
         )
         long = max(plan.poll_interval, plan.idle_interval)
-        idle_interval = (
-            (lambda: long if self.stream_works() and membership.follows_stream else plan.poll_interval)
-            if plan.wake
-            else None
-        )
+        idle_interval = (lambda: long if membership.follows_stream else plan.poll_interval) if plan.wake else None
         worker = Worker(
             relay, membership, poll_interval=plan.poll_interval, idle_interval=idle_interval, touch_file=lambda: None,
             random=random, clock=self.clock,
