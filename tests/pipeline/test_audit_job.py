@@ -83,16 +83,6 @@ def test_tasks_of_table_and_archive_are_compared_with_files(
         audit.run(spark, given)
 
 
-@pytest.mark.usefixtures("many_partitions")
-def test_cached_rows_have_few_partitions(spark: SparkSession):
-    """Otherwise an audit would run hundreds of Spark tasks for each query, as spark-submit has 200 partitions."""
-    spark.conf.set("spark.sql.shuffle.partitions", "200")
-    cached = spark.range(1000).groupBy("id").count().persist()
-    assert cached.count() == 1000
-    assert cached.rdd.getNumPartitions() < 10
-    cached.unpersist()
-
-
 @pytest.mark.usefixtures("spark")
 def test_the_table_is_divided_for_the_executors_that_there_are_or_will_be():
     """Executors register while the first jobs run. With dynamic allocation, they start when Spark tasks wait."""
@@ -261,8 +251,6 @@ def test_an_audit_without_tasks_fails_unless_it_is_allowed(
 
     assert job("fails", "--grace=2m") == 1
     assert capsys.readouterr().out.startswith("Nothing was audited: no task was created before ")
-    assert job("allowed", "--grace=2m", f"--since={shown(DAY)}", "--allow-empty") == 0
-    assert capsys.readouterr().out.startswith(f"Nothing was audited: no task was created from {shown(DAY)} before ")
     assert job("judged", "--grace=10s") == 1
     assert "Nothing was audited" not in capsys.readouterr().out
 

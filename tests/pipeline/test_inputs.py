@@ -178,15 +178,6 @@ def test_the_cause_of_an_unreadable_file_is_named(spark: SparkSession, tmp_path:
         tasks(spark, f"{tmp_path}/colon/*", "json")
 
 
-def test_a_column_without_a_value_in_one_file_is_named(spark: SparkSession, tmp_path: Path):
-    for name, values in (("a", pa.array(["k"])), ("b", pa.nulls(1))):
-        pq.write_table(pa.table({"data": ["a"], "ordering_key": values}), tmp_path / f"{name}.parquet")
-    with pytest.raises(
-        OutboxError, match=r"is string in .*, but int in .*\. If it has no value in a file, drop it there"
-    ):
-        read(spark, str(tmp_path), "parquet")
-
-
 @pytest.mark.parametrize(("name", "message"), [("delta/*.parquet", "is a table"), ("empty/json/*.jsonl", "is empty")])
 def test_received_files_are_checked_the_same_way(
     spark: SparkSession, odd: Path, target: DatabaseSettings, name: str, message: str

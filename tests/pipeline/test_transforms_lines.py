@@ -222,10 +222,13 @@ def test_no_column_of_a_parquet_file_is_lost(spark: SparkSession, tmp_path: Path
     ids = [task_id("orders", "01", data) for data in ("a", "b")]
     rows = [tuple(each) for each in found.select("task_id", "ordering_key").collect()]
     assert rows == [(ids[0], None), (ids[1], "k")]
-    pq.write_table(pa.table({"data": ["c"], "ordering_key": [7]}), tmp_path / "month=01/c.parquet")
-    message = r"Column ordering_key is string in .*/b\.parquet, but bigint in .*/c\.parquet\. Write all"
-    with pytest.raises(OutboxError, match=message):
-        read(spark, str(tmp_path), "parquet")
+    for keys, said in (
+        ([7], r"bigint in .*/c\.parquet\. Write all"),
+        (pa.nulls(1), r"int in .*/c\.parquet\..* If it has no"),
+    ):
+        pq.write_table(pa.table({"data": ["c"], "ordering_key": keys}), tmp_path / "month=01/c.parquet")
+        with pytest.raises(OutboxError, match=rf"Column ordering_key is string in .*/b\.parquet, but {said}"):
+            read(spark, str(tmp_path), "parquet")
 
 
 def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Path):
