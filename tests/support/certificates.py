@@ -45,9 +45,9 @@ class Place:
         shutil.copytree(self.folder, to / "copy")
         return Place(to / "copy")
 
-    def verify(self, *more: str, files: Sequence[Path] | None = None, key: str = "key.pub") -> list[str]:
+    def verify(self, *more: str, files: Sequence[Path] | None = None) -> list[str]:
         chosen = self.files if files is None else files
-        return ["certificate", "verify", *map(str, chosen), "--public-key", str(self.path(key)), *more]
+        return ["certificate", "verify", *map(str, chosen), "--public-key", str(self.path("key.pub")), *more]
 
     def inputs(self) -> list[str]:
         return ["--archive", str(self.path("archive")), "--received", str(self.path("received"))]

@@ -62,11 +62,11 @@ def counts(done: Registered) -> tuple[int, int, int, int, int]:
     return (done.read, done.registered, done.existing, done.repeated, done.rejected)
 
 
-def keyed_rows(topic: str, count: int, keys: int = 12) -> list[dict[str, Any]]:
+def keyed_rows(topic: str, count: int) -> list[dict[str, Any]]:
     """Return rows of JSON lines, the first half of which have an ordering key."""
     rows: list[dict[str, Any]] = [{"topic": topic, "data": f"{n}", "task_id": f"{n:05d}"} for n in range(count)]
     for number, each in enumerate(rows[: count // 2]):
-        each |= {"ordering_key": f"key-{number % keys}", "sequence": number}
+        each |= {"ordering_key": f"key-{number % 12}", "sequence": number}
     return rows
 
 

@@ -25,6 +25,7 @@ from tests.support.waiting import eventually
 traces: Path | None = None
 #: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
 UNDECODABLE = b"////"
+SHARDS = 10
 
 
 def register(database: Database, topic: str, count: int, data: bytes = b"x" * 300, **options: Any) -> list[str]:
@@ -39,8 +40,8 @@ def unsent(database: Database) -> list[str]:
     return [id for [id] in query(database, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL")]
 
 
-def wait_until_all_sent(database: Database, seconds: float = 60) -> None:
-    eventually(lambda: not unsent(database), seconds=seconds, message="all tasks marked as sent")
+def wait_until_all_sent(database: Database) -> None:
+    eventually(lambda: not unsent(database), seconds=60, message="all tasks marked as sent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +105,17 @@ def first_deliveries(messages: Iterable[PubsubMessage]) -> dict[str, list[str]]:
     return {key: [*ids] for key, ids in orders.items()}
 
 
-def shards_of(process: Process, count: int = 10) -> set[int]:
+def shards_of(process: Process) -> set[int]:
     lines = [json.loads(line) for line in process.stderr.splitlines() if '"assigned"' in line]
     if not lines:
-        return set(range(count))
+        return set(range(SHARDS))
     return {int(shard) for shard in lines[-1]["message"].rpartition("shards ")[2].split(",")}
 
 
-def divided(workers: Sequence[Process], count: int = 10) -> bool:
-    parts = [shards_of(each, count) for each in workers]
+def divided(workers: Sequence[Process]) -> bool:
+    parts = [shards_of(each) for each in workers]
     sizes = [len(part) for part in parts]
-    return set().union(*parts) == set(range(count)) and sum(sizes) == count and max(sizes) - min(sizes) <= 1
+    return set().union(*parts) == set(range(SHARDS)) and sum(sizes) == SHARDS and max(sizes) - min(sizes) <= 1
 
 
 @contextlib.contextmanager

@@ -218,9 +218,8 @@ class Trial:
     def wait_for_first_task(self) -> None:
         eventually(lambda: self.backlog() < len(self.ledger.committed), seconds=30, message="a task is sent")
 
-    def wait_for_backlog(self, tasks: int, seconds: float = 30.0) -> None:
-        """Return when at most so many tasks are not marked. Raises AssertionError after `seconds`."""
-        eventually(lambda: self.backlog() <= tasks, seconds=seconds, message=f"at most {tasks} tasks are not marked")
+    def wait_for_backlog(self, tasks: int) -> None:
+        eventually(lambda: self.backlog() <= tasks, seconds=30.0, message=f"at most {tasks} tasks are not marked")
 
     def backlog(self) -> int:
         return len(unsent(self.database))
@@ -232,9 +231,9 @@ class Trial:
         quoted = ", ".join(f"'{id}'" for id in ids)
         return execute(self.database, f"{_AGAIN} ({quoted})") if ids else 0
 
-    def delete_sent(self, older_than: float = RETENTION_SECONDS) -> list[str]:
+    def delete_sent(self) -> list[str]:
         """Delete some of the tasks that were sent so many seconds ago, as a retention rule does; return their ids."""
-        before = datetime.now(UTC) - timedelta(seconds=older_than)
+        before = datetime.now(UTC) - timedelta(seconds=RETENTION_SECONDS)
         with self.database.snapshot() as snapshot:
             ids = [id for (id,) in snapshot.execute_sql(_SENT, {"before": before}, {"before": TIMESTAMP})]
         with self.database.batch() as batch:
