@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.spanner.write_errors import NotWritten, StoreError
+from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Failed
@@ -19,14 +19,6 @@ LOST = Failed("deadline_exceeded", "no answer")
 MISSING = Failed("not_found", "no topic")
 INVALID = Failed("invalid_argument", "no")
 NO_ANSWER = StoreError("deadline exceeded")
-
-
-def test_a_task_whose_mark_was_refused_is_not_in_doubt(bench: Bench) -> None:
-    bench.insert("once", at_most_once=True)
-    bench.commits(None, NotWritten("PERMISSION_DENIED"))
-    bench.turns()
-    bench.turns()
-    assert (bench.publisher.ids(), bench.unsent(), bench.count(m.UNCONFIRMED)) == (["once"], [], 0)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_sample_is_uniform_over_slices() -> None:
     assert sum((count - 750) ** 2 / 750 for count in taken.values()) < 27.9  # chi-square, 9 degrees, 0.1 %
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(2, 0.05), (3, 0.10), (5, 0.18), (10, 0.35)])
+@pytest.mark.parametrize(("workers", "expected"), [(2, 0.05), (10, 0.35)])
 def test_workers_rarely_pick_the_same_slice(workers: int, expected: float) -> None:
     """Double picks follow 1 - L(1-(1-S/L)^W)/(W*S) for L = 100 slices and S = 10 selected (A24)."""
     found = [candidate(str(shard), shard=shard) for shard in range(100)]

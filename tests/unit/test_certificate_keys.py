@@ -3,7 +3,6 @@
 import hashlib
 import subprocess
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from google.cloud.kms_v1.services.key_management_service.transports import KeyMa
 from outbox.errors import NotReached, SettingError
 from outbox_pipeline.jobs.certificate import document, keys
 from tests.support.certificates import new_key
+from tests.support.rpc import Served
 
 NAME = "projects/p/locations/l/keyRings/r/cryptoKeys/k/cryptoKeyVersions/1"
 PRIVATE = ec.generate_private_key(ec.SECP256R1())
@@ -27,8 +27,8 @@ def pem(key: Any) -> bytes:
     return bytes(key.public_key().public_bytes(serialization.Encoding.PEM, form))
 
 
-class Kms:
-    """What Cloud KMS answers."""
+class Kms(Served):
+    """Answers as Cloud KMS does."""
 
     algorithm = "EC_SIGN_P256_SHA256"
     signs_with = PRIVATE
@@ -36,34 +36,23 @@ class Kms:
     damaged = 0
     status: grpc.StatusCode | None = None
 
-    def get_public_key(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         if self.status:
             context.abort(self.status, "no permission")
-        return kms.PublicKey(name=request.name, pem=pem(PRIVATE).decode(), algorithm=self.algorithm)
-
-    def sign(self, request: Any, _: grpc.ServicerContext) -> Any:
-        came = request.digest.sha256[: 32 - self.damaged] + bytes(self.damaged)
-        digest = utils.Prehashed(hashes.SHA256())
-        return kms.AsymmetricSignResponse(signature=self.signs_with.sign(came, ec.ECDSA(digest)))
+        if method.endswith("/GetPublicKey"):
+            key = kms.PublicKey(name=NAME, pem=pem(PRIVATE).decode(), algorithm=self.algorithm)
+            yield kms.PublicKey.serialize(key)
+        else:
+            sent = kms.AsymmetricSignRequest.deserialize(request).digest.sha256
+            came = sent[: 32 - self.damaged] + bytes(self.damaged)
+            signature = self.signs_with.sign(came, ec.ECDSA(utils.Prehashed(hashes.SHA256())))
+            yield kms.AsymmetricSignResponse.serialize(kms.AsymmetricSignResponse(signature=signature))
 
 
 @pytest.fixture
 def service() -> Iterator[tuple[Kms, kms.KeyManagementServiceClient]]:
-    answers, server = Kms(), grpc.server(futures.ThreadPoolExecutor(1))
-    methods = {
-        name: grpc.unary_unary_rpc_method_handler(call, request.deserialize, answer.serialize)
-        for name, call, request, answer in (
-            ("GetPublicKey", answers.get_public_key, kms.GetPublicKeyRequest, kms.PublicKey),
-            ("AsymmetricSign", answers.sign, kms.AsymmetricSignRequest, kms.AsymmetricSignResponse),
-        )
-    }
-    of_kms = grpc.method_handlers_generic_handler("google.cloud.kms.v1.KeyManagementService", methods)
-    server.add_generic_rpc_handlers((of_kms,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield answers, kms.KeyManagementServiceClient(transport=KeyManagementServiceGrpcTransport(channel=channel))
-    server.stop(0).wait()
+    with Kms() as server, grpc.insecure_channel(server.address) as channel:
+        yield server, kms.KeyManagementServiceClient(transport=KeyManagementServiceGrpcTransport(channel=channel))
 
 
 def test_cloud_kms_signs_what_openssl_verifies(service: tuple[Kms, Any], tmp_path: Path):

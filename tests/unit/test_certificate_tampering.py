@@ -133,13 +133,13 @@ def signature(**changed: Any) -> Change:
     return text(change)
 
 
-def signed_again(key: str = "key", name: str = "certificate-21.json", **changed: Any) -> Change:
+def signed_again(key: str = "key", **changed: Any) -> Change:
     """Sign another content, as the holder of a key can."""
 
     def change(place: Place) -> None:
         statement = payload(place.path("certificate-21.json"))
         inputs = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
-        write(place, name, statement["predicate"] | changed, inputs, key)
+        write(place, "certificate-21.json", statement["predicate"] | changed, inputs, key)
 
     return change
 
@@ -196,13 +196,6 @@ def by_link(file: Path) -> None:
     file.symlink_to(max(file.parent.parent.glob("20/*")))
 
 
-def swapped(file: Path) -> None:
-    other = file.with_name("2.jsonl")
-    one, two = file.read_bytes(), other.read_bytes()
-    file.write_bytes(two)
-    other.write_bytes(one)
-
-
 def copied(name: str) -> Callable[[Path], object]:
     return lambda file: shutil.copy(file, file.with_name(name))
 
@@ -242,39 +235,25 @@ CHANGES: dict[str, tuple[Change, str]] = {
     # the envelope
     "a count is changed": (text(other_count), r"21\.json: the signature does not match the content"),
     "the summary is changed": (envelope(summary="COMPLETE: 5 tasks delivered"), "such as the summary"),
-    "the signature is changed": (signature(sig="AAAA"), "the signature does not match the content"),
     "the signature is empty": (signature(sig=""), "the signature does not match the content"),
     "the signature is in other base64": (
         text(lambda found: found.replace(b'=="}', b'="}')), "is not a certificate: Error: Incorrect padding"
     ),
     "the payload has line breaks": (text(lambda found: found.replace(b'd": "ey', b'd": "\\ney')), "other bytes were"),
-    "the name of the key is changed": (signature(keyid="0000"), "names the key 0000, but the public keys given are"),
     "the type is changed": (envelope(payloadType="text/plain"), "has the payload type 'text/plain'"),
-    "a field is added": (envelope(note="checked"), "other bytes were changed"),
-    "a field is repeated": (text(lambda found: b'{"summary": "COMPLETE",' + found[1:]), "other bytes were changed"),
     "the algorithm is none": (signature(alg="none"), "other bytes were changed"),
     "it is a token without a signature": (text(lambda _: b"eyJhbGciOiJub25lIn0.e30."), "is not a certificate"),
     "a signature is added": (envelope(signatures=[{}, {}]), "is not a certificate: ValueError"),
-    "the end is missing": (text(lambda found: found[:-9]), "is not a certificate: JSONDecodeError"),
-    "the line break at the end is missing": (text(lambda found: found[:-1]), "other bytes were changed"),
-    "bytes follow": (text(lambda found: found + b"{}"), "is not a certificate: JSONDecodeError: Extra data"),
-    "it is in UTF-16": (text(lambda found: found.decode().encode("utf-16")), "other bytes were changed"),
     "it is nested too deep": (text(lambda _: DEEP), "is not a certificate: RecursionError"),
-    "it is empty": (text(lambda _: b""), "is not a certificate"),
     "it is a folder": (files("certificate-21.json", by_folder), "cannot be read: Is a directory"),
     # keys
     "it is signed again with another key": (signed_again("other"), "names the key"),
     "it is signed with another key that claims to be ours": (forged, "the signature does not match the content"),
-    "the public key is replaced": (
-        lambda place: shutil.copy(place.path("other.pub"), place.path("key.pub")), r"20\.json names the key"
-    ),
-    "the public key is damaged": (text(lambda _: b"", "key.pub"), "is not a public key"),
     "the public key is the private one": (
         lambda place: shutil.copy(place.path("key.pem"), place.path("key.pub")), "is not a public key"
     ),
     # what only the holder of the key can do
     "a topic has other tasks": (with_predicate(topics={"orders": SECOND_LOST}), "21.json: counts .* does not follow"),
-    "sums are of other topics": (with_predicate(topics={}), "21.json: counts .* does not follow"),
     "a loss is negative elsewhere": (
         signed_again(topics={"a": SECOND_LOST, "b": {**COUNTS, "lost": -1}}), "lost is -1, which is no number of tasks"
     ),
@@ -283,13 +262,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the content has a field": (with_predicate(note="checked"), "21.json: note is unknown"),
     "the content lacks a field": (replaced('"database":', '"base":'), "no valid content: KeyError: 'database'"),
-    "a field of the content is repeated": (replaced('{"audit":', '{"audit":1,"audit":'), "not in the form of RFC 8785"),
     "a number is a float": (replaced('"delivered":4', '"delivered":4.0'), "not in the form of RFC 8785"),
     "a number is huge": (replaced('"unknown":0', f'"unknown":{10**30}'), "no valid content: IntegerDomainError"),
-    "the form is not canonical": (replaced('"unknown":', '"unknown": '), "not in the form of RFC 8785"),
     "it is of another type": (replaced("certificate:v1", "certificate:v2"), "or not of version 1"),
     "the inputs are in another order": (subject(lambda found: found[::-1]), "not in the form of RFC 8785"),
-    "an input is repeated": (subject(lambda found: [*found, found[-1]]), "not in the form of RFC 8785"),
     "the list has other tasks": (
         replaced('"count":4', '"count":5', "certificate-22.json"),
         r"The tasks in .*archive are not those of .*22\.json",
@@ -298,12 +274,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
     # chain and windows
     "a certificate is removed": (files("certificate-21.json", Path.unlink), r"a gap between .*-20\.json, .*-22\.json"),
     "a certificate is repeated": (files("certificate-21.json", copied("certificate-99.json")), "an overlap between"),
-    "a day has two certificates": (signed_again(name="certificate-99.json", audit={}), "an overlap between"),
     "a certificate is issued again": (signed_again(audit={}), r"22\.json follows .*, but .*21\.json is"),
-    "a certificate forgets the one before": (signed_again(previous=None), r"21\.json follows the certificate None"),
     "a certificate is of another database": (signed_again(database="projects/p"), "is of projects/p, but"),
     "a window is longer": (signed_again(window=times(until=MICRO)), r"an overlap between .*-21\.json, .*-22\.json"),
-    "a window is moved": (signed_again(window=times(since=MICRO)), r"a gap between .*-20\.json, .* and .*-21\.json"),
     "a window ends before its start": (signed_again(window=times(since=2 * DAY)), "does not end after its start"),
     "a window is of no time": (with_predicate(window={"since": "noon", "until": ""}), "has no valid content"),
     "a window has no offset": (
@@ -315,31 +288,18 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "an archived file is added": (files(PARQUET, copied("part-1.parquet")), r"part-1\.parquet was added since"),
     "an archived file is a folder": (files(PARQUET, by_folder), r"lacks window=20261121.*part-0\.parquet"),
     "a commit is changed": (files(COMMIT, flipped), r"21\.json was changed since"),
-    "a commit is removed": (files(COMMIT, Path.unlink), r"lacks _delta_log/21\.json"),
-    "a window is removed": (files(WINDOW, shutil.rmtree), "lacks window=20261121T"),
-    "there is no archive": (files("archive", shutil.rmtree), "archive lacks _delta_log/20.json"),
     "a received file is changed": (files(RECEIVED, flipped), r"received/21/1\.jsonl was changed since .*21\.json"),
-    "a received file ends after a line": (text(lambda found: found[: len(found) // 2], RECEIVED), "was changed since"),
-    "a received file is empty": (text(lambda _: b"", RECEIVED), "was changed since"),
     "a received file is removed": (files(RECEIVED, Path.unlink), r"received lacks 21/1\.jsonl, which .*21\.json"),
     "a received file is a link to another": (files(RECEIVED, by_link), r"21/1\.jsonl was changed since"),
     "a received file is added": (files(RECEIVED, copied("3.jsonl")), r"received/21/3\.jsonl was added since"),
-    "received files have the names of each other": (files(RECEIVED, swapped), r"21/1\.jsonl was changed since"),
     # proofs
     "a proof is of another task": (proof(task_id="21-1"), "does not prove that .* contains task '21-1'"),
-    "a proof is of another message": (proof(digest="0" * 64), "does not prove that"),
     "a proof has another place": (proof(place=1), "does not prove that"),
     "a proof has a place outside": (proof(place=4), "is not a proof: IndexError"),
     "a proof has a float": (proof(place=2.0), "is not a proof: TypeError"),
-    "a proof has another path": (proof(path=["00" * 32] * 2), "does not prove that"),
     "a proof begins at an inner node": (text(inner_node, "proof.json"), "does not prove that"),
     "a proof has a longer path": (proof(path=["00" * 32] * 3), "does not prove that"),
-    "a proof has no path": (proof(path=5), "is not a proof"),
     "a proof is for another certificate": (proof(certificate="0" * 64), "which was not given"),
-    "a proof is of another day": (
-        lambda place: proof(certificate=payload(place.path("certificate-21.json"))["predicate"]["previous"])(place),
-        r"does not prove that .*20\.json contains task '21-2'",
-    ),
     "a proof has a name twice": (text(lambda found: b'{"task_id": "1",' + found[1:], "proof.json"), "occurs twice"),
     "a proof is nested too deep": (text(lambda _: DEEP, "proof.json"), "is not a proof: RecursionError"),
 }  # fmt: skip

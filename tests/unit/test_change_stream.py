@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import NotFound, OutOfRange, ServiceUnavailable
 
-from outbox.base.schedules import Backoff, Schedule
+from outbox.base.schedules import Schedule
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
 from tests.support.waiting import eventually
@@ -183,24 +182,3 @@ def test_the_thread_of_a_partition_that_ends_without_an_error_is_replaced(databa
         database.errors.clear()
         eventually(lambda: lines == ["change_stream_failed", "change_stream_works"], seconds=60)
         assert stream.works
-
-
-def test_a_partition_that_fails_is_read_with_growing_pauses(
-    database: Scripted, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although the first request of each attempt, for the partitions, succeeds."""
-    monkeypatch.setattr(change_stream, "ROUND", Schedule(0.01, 1000.0))
-    monkeypatch.setattr(change_stream, "RESTART_SECONDS", 1000.0)  # a slow machine is no success
-    database.errors["a"] = ServiceUnavailable("connection reset")
-    pauses: dict[Backoff, list[float]] = defaultdict(list)  # also of a thread that another test has left
-    following = Backoff.next
-
-    def noted(pause: Backoff) -> float:
-        pauses[pause].append(following(pause))
-        return 0.001
-
-    monkeypatch.setattr(Backoff, "next", noted)
-    with reading(database) as stream:
-        eventually(lambda: len(pauses[stream._retry]) >= 5, seconds=60)
-    assert pauses[stream._retry][:5] == [pytest.approx(0.01 * 2**n, rel=0.16) for n in range(5)]
-    assert lines == ["change_stream_failed"]

@@ -1,8 +1,5 @@
 """The circuit breaker of a topic: when it opens, which tasks are its probes, and which tasks are suspects."""
 
-from collections import Counter
-from collections.abc import Iterable
-from datetime import UTC, datetime
 from random import Random
 
 import pytest
@@ -11,20 +8,11 @@ from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from publishworker.delivery.claim import Claim, Delivered
 from publishworker.topics import availability
 from publishworker.topics.availability import CircuitBreakers, CircuitChange
-from publishworker.types import (
-    FORGET_TOPIC_SECONDS,
-    Answer,
-    Candidate,
-    Failed,
-    NotSent,
-    Published,
-    Skipped,
-)
+from publishworker.types import FORGET_TOPIC_SECONDS, Answer, Failed, Published, Skipped
 from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 class Watch(CircuitBreakers):
@@ -32,13 +20,11 @@ class Watch(CircuitBreakers):
         self.seconds = 1000.0
         super().__init__(Random(3), lambda: self.seconds)
 
-    def ended(self, batch: Claim, *recorded: str, **outcomes: Answer) -> bool:
-        """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
-        failures = {id: NotSent(1, NOON, None, "unavailable: away") for id in recorded}
-        return self.observe(Delivered(batch, answers=outcomes, recorded=failures)) is not None
+    def ended(self, batch: Claim, **outcomes: Answer) -> None:
+        self.observe(Delivered(batch, answers=outcomes))
 
-    def fail(self, outcome: Failed, *ids: str, topic: str = "orders") -> None:
-        self.ended(claim_of(topic, *ids), **dict.fromkeys(ids, outcome))
+    def fail(self, outcome: Failed, *ids: str) -> None:
+        self.ended(claim_of("orders", *ids), **dict.fromkeys(ids, outcome))
 
     def probe(self, outcome: Answer) -> None:
         self.seconds += self.seconds_to_probe() or 0
@@ -55,15 +41,11 @@ def watch() -> Watch:
     return Watch()
 
 
-def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
-    return [Candidate(id, topic, 0, 50, NOON, None, None, 1) for id in ids]
-
-
 @pytest.mark.parametrize(("failure", "max_delay"), [(AWAY, OUTAGE_PROBE.most), (MISSING, TOPIC_PROBE.most)])
 def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
     watch: Watch, failure: Failed, max_delay: float
 ) -> None:
-    """Up to ten seconds in an outage, up to five minutes where an operator must act. Other topics continue."""
+    """Up to ten seconds in an outage, up to five minutes where an operator must act. The last failure decides."""
     watch.fail(failure, "a", "b")
     nominal = 1.0
     for _ in range(12):
@@ -76,6 +58,8 @@ def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
         watch.probe(failure)
         nominal = min(nominal * 2, max_delay)
     assert nominal == max_delay
+    watch.probe(AWAY)
+    assert (watch.seconds_to_probe() or 0) <= OUTAGE_PROBE.most
 
 
 def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
@@ -92,17 +76,6 @@ def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch)
     assert watch.observe(Delivered(watch.next("e"), answers={"e": Published("2")})) is None
 
 
-def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
-    for n in range(8):
-        watch.fail(MISSING, str(n))
-    assert (watch.seconds_to_probe() or 0) <= 1
-    watch.seconds += 1
-    batches = [watch.next(str(n)) for n in range(10)]
-    for n, batch in enumerate(batches):
-        watch.ended(batch, **{str(n): MISSING})
-    assert 1.7 <= (watch.seconds_to_probe() or 0) <= 2
-
-
 def test_a_circuit_has_one_probe_in_flight(watch: Watch) -> None:
     """The worker need not poll then. If a probe says nothing, because its task was poison or sent, another follows."""
     watch.fail(AWAY, "a")
@@ -112,19 +85,6 @@ def test_a_circuit_has_one_probe_in_flight(watch: Watch) -> None:
         assert (watch.suspended(), watch.seconds_to_probe()) == ({"orders"}, None)
         watch.ended(batch, probe=outcome)
         assert watch.suspended() == frozenset()
-
-
-def test_a_topic_is_probed_with_one_task(watch: Watch) -> None:
-    watch.fail(MISSING, "a")
-    watch.fail(AWAY, "x", topic="invoices")
-    mine, others = candidates(map(str, range(30))), candidates("xyz", "invoices")
-    kept, allowed = watch.admit([*mine, *others, *candidates("o", "other")])
-    assert allowed == {"orders": 1, "invoices": 1}
-    assert Counter(each.topic for each in kept) == {"orders": 1, "invoices": 1, "other": 1}
-    for failure in (*[MISSING] * 8, AWAY):  # the last failure is the reason, and sets the max delay of the next probe
-        watch.probe(failure)
-    assert (watch.seconds_to_probe() or 0) <= OUTAGE_PROBE.most
-    assert watch.admit(candidates("ab"))[1]["orders"] == 1
 
 
 def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:

@@ -13,8 +13,8 @@ from unittest import mock
 import google.auth.exceptions
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from google.auth import crypt, jwt
+from cryptography.hazmat.primitives.asymmetric import ec
+from google.auth import jwt
 from google.auth.crypt import es
 from starlette.requests import Request
 
@@ -54,8 +54,7 @@ def key_pair(private: Any) -> tuple[bytes, str]:
 
 
 PRIVATE, PUBLIC = key_pair(ec.generate_private_key(ec.SECP256R1()))
-OTHER, _ = key_pair(ec.generate_private_key(ec.SECP256R1()))
-RSA, RSA_PUBLIC = key_pair(rsa.generate_private_key(65_537, 2_048))
+OTHER, OTHER_PUBLIC = key_pair(ec.generate_private_key(ec.SECP256R1()))
 
 
 def assertion(key: bytes = PRIVATE, id: str = "k1", **claims: Any) -> str:
@@ -66,7 +65,7 @@ def assertion(key: bytes = PRIVATE, id: str = "k1", **claims: Any) -> str:
 
 
 def iap(keys: Mapping[str, str] | None = None) -> Iap:
-    return Iap(AUDIENCE, Keys(lambda: keys or {"k1": PUBLIC, "k2": RSA_PUBLIC}))
+    return Iap(AUDIENCE, Keys(lambda: keys or {"k1": PUBLIC, "k2": OTHER_PUBLIC}))
 
 
 def part(value: Any) -> str:
@@ -84,23 +83,18 @@ SYMMETRIC = f"{part({'alg': 'HS256', 'kid': 'k1'})}.{VALID[1]}.{VALID[2]}"
     "text",
     [
         pytest.param("", id="none"),
-        pytest.param("x", id="no parts"),
         pytest.param("a.b.c", id="no base64"),
-        pytest.param("\xff.\xff.\xff", id="no ASCII"),
-        pytest.param(f"{part([])}.{part([])}.", id="lists"),
         pytest.param(f"{part({'alg': 'ES256', 'kid': {}})}.{VALID[1]}.{VALID[2]}", id="strange key ID"),
         pytest.param(UNSIGNED, id="unsigned"),
         pytest.param(SYMMETRIC, id="symmetric"),
         pytest.param(assertion(OTHER), id="another key"),
         pytest.param(assertion(id="k9"), id="unknown key"),
         pytest.param(assertion(id="k2"), id="the ID of another key"),
-        pytest.param(jwt.encode(crypt.RSASigner.from_string(RSA, "k2"), {"aud": AUDIENCE}).decode(), id="RSA"),
         pytest.param(".".join([VALID[0], part({"email": "eve@example.com"}), VALID[2]]), id="other claims"),
         pytest.param(assertion(aud="/projects/1/global/backendServices/3"), id="another audience"),
         pytest.param(assertion(aud=None), id="no audience"),
         pytest.param(assertion(iss="https://accounts.google.com"), id="another issuer"),
         pytest.param(assertion(email=None), id="nobody"),
-        pytest.param(assertion(email=""), id="an empty name"),
         pytest.param(assertion(iat=NOW - 700, exp=NOW - 100), id="expired"),
         pytest.param(assertion(iat=NOW + 86_400, exp=NOW + 90_000), id="from the future"),
         pytest.param(assertion(exp=None), id="never expires"),

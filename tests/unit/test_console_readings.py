@@ -57,15 +57,6 @@ def test_a_hundred_tabs_read_as_often_as_one() -> None:
     assert reads_in_an_hour(100) <= reads_in_an_hour(1)
 
 
-def test_nothing_is_read_if_no_tab_asks() -> None:
-    clock, reads = Clock(), list[int]()
-    shared = Shared(lambda _last: reads.append(1), clock)
-    shared.get()
-    clock.now = HOUR
-    assert shared.get().age == 0
-    assert len(reads) == 2
-
-
 def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_again() -> None:
     clock, answers = Clock(), list[Any](["first", NotReached("no route"), "second"])
 

@@ -20,6 +20,7 @@ from tests.support.console import bare_console
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 FILTER = {"topic": "it's & <b>", "since": NOW - timedelta(days=1), "until": NOW, "error": "a=b&c"}
+PARSER = cli._parser()
 VISIT = Visit(console=bare_console(), person="jane", roles=frozenset(), path="/tasks")
 
 
@@ -85,7 +86,7 @@ def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: Ta
     """And it has the whole selection."""
     found = selections.command(VISIT, name, selection)
     assert found
-    options = cli._parser().parse_args(shlex.split(found)[1:])
+    options = PARSER.parse_args(shlex.split(found)[1:])
     assert options.topic == selection.topic
     assert tuple(getattr(options, "ids", ())) == (selection.ids or ())
     assert getattr(options, "error", None) == selection.error
@@ -111,7 +112,7 @@ def test_a_filter_that_a_command_does_not_have_leads_to_no_command(
         if found := selections.command(VISIT, name, TaskSelection(state=state, **{field: value})):
             words = re.split("[= ]", found)
             assert (shown(value) if isinstance(value, datetime) else value[0]) in words
-            cli._parser().parse_args(shlex.split(found)[1:])
+            PARSER.parse_args(shlex.split(found)[1:])
 
 
 def operation(selection: str, name: str = "retry", **times: datetime | None) -> Operation:

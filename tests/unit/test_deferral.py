@@ -23,14 +23,6 @@ def block(bench: Bench, tasks: int) -> list[str]:
     return ids
 
 
-def released(bench: Bench, tasks: int) -> list[str]:
-    """Defer so many tasks behind a dead one that is then retried by hand; return all in their order."""
-    ids = block(bench, tasks)
-    bench.turns(40)
-    bench.change("head", available_at=None, attempts=0)
-    return ["head", *ids]
-
-
 @pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
 def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) -> None:
     """The tasks behind it are deferred to its time, and appear neither failed nor dead.
@@ -54,20 +46,6 @@ def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) ->
     assert bench.relay.turn().polled == 0
 
 
-def test_any_worker_sends_deferred_tasks_whose_head_is_gone(bench: Bench) -> None:
-    """The commit that marks a batch releases the next deferred task, so each poll finds the key by it."""
-    ids = released(bench, 35)
-    expiry = bench.store.now + timedelta(days=1)
-    bench.change("t09", attempts=3, expires_at=expiry)
-    bench.relay.turn()
-    assert bench.publisher.ids() == ids[:10]
-    [row] = [row for row in bench.store.rows.values() if row.sent_at is None and row.available_at is None]
-    assert (row.id, row.last_error, row.attempts, row.expires_at) == ("t09", None, 3, expiry)
-    bench.relay = bench.another()
-    bench.turns()
-    assert bench.publisher.ids() == ids
-
-
 def test_a_blocked_key_costs_one_transaction_a_minute(bench: Bench) -> None:
     """However many tasks are behind its head. It defers two of them."""
     block(bench, 200)
@@ -75,17 +53,6 @@ def test_a_blocked_key_costs_one_transaction_a_minute(bench: Bench) -> None:
     deferred, claimed = bench.count(m.DEFERRED), bench.store.claimed["head"]
     bench.run_for(610, step=10)
     assert (bench.count(m.DEFERRED) - deferred, bench.store.claimed["head"] - claimed) == (20, 10)
-
-
-@pytest.mark.parametrize("size", [2, 3, 10])
-@pytest.mark.parametrize("errors", [1, 2, 5])
-def test_marks_of_tasks_in_doubt_release_the_next_task(size: int, errors: int) -> None:
-    """And so does a probe while commits fail, which is only a part of its batch."""
-    bench = Bench(size=size)
-    ids = released(bench, 20)
-    bench.commits(*[StoreError("no answer")] * errors)
-    bench.run_for(200, step=10)
-    assert bench.publisher.ids() == ids
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])

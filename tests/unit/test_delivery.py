@@ -83,21 +83,6 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     assert result.phases.keys() == {CLAIM}
 
 
-def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(bench: Bench) -> None:
-    """The task is in doubt, so the worker must know the version of the row."""
-    bench.insert("a", "b")
-    errors = [StoreError("no answer"), Abort()]
-
-    def commit() -> None:
-        bench.store.rows.pop("a", None)
-        raise errors.pop()
-
-    bench.store.before_commit = commit
-    result = bench.deliver("a", "b")
-    assert (result.error, sorted(result.published())) == ("no answer", ["a", "b"])
-    assert result.uncommitted() == ["a", "b"]
-
-
 @pytest.mark.parametrize("errors", [[Abort()], [StoreError("no answer")], [Abort(), StoreError("no answer")]])
 def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(bench: Bench, errors: list[Exception]) -> None:
     """With its message ID, by the next run of the transaction or when it is marked again, also if the ID is reused."""
@@ -122,17 +107,6 @@ def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(bench: Benc
     assert set(delivered.uncommitted()) == (set(messages) if later else set())
     assert bench.store.rows["stays"].sent_at is not None
     assert bench.store.rows["again"].sent_at is None
-
-
-def test_a_batch_has_written_if_it_has_marked_a_task_or_recorded_a_failure(bench: Bench) -> None:
-    """Otherwise nothing has changed, so the next turn need not start at once."""
-    bench.failing = {"bad": Failed("invalid_argument", "no"), "outage": Failed("unavailable", "no")}
-    bench.insert("good", "bad", "outage", "in doubt")
-    assert bench.deliver("good").has_written()
-    assert bench.deliver("bad").has_written()
-    assert not bench.deliver("outage").has_written()
-    bench.slow_commits(StoreError("no answer"))
-    assert not bench.deliver("in doubt").has_written()
 
 
 @pytest.mark.parametrize("bad", ["bad", "last"])

@@ -14,7 +14,6 @@ from tests.support.relay_bench import Bench
 TOPIC = "projects/test-project/topics/orders"
 MISSING = "projects/test-project/topics/missing"
 AWAY = Failed("unavailable", "connection refused")
-LATE = Failed("deadline_exceeded", "no answer")
 ODD = Failed("data_loss", "what was that")
 REFUSED = Failed("invalid_argument", "no")
 #: When the fake store begins.
@@ -89,23 +88,6 @@ def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -
     assert bench.unsent() == []
     assert len(bench.publisher.ids()) == len(set(bench.publisher.ids()))
     assert bench.count(m.DEAD) == 0
-
-
-def test_a_message_that_always_times_out_becomes_dead_alone(bench: Bench) -> None:
-    bench.insert(*[str(n) for n in range(9)], "poison")
-    bench.publisher.failing["poison"] = LATE
-    bench.run_for(30)
-    assert [id for id, state in states(bench).items() if state != "sent"] == ["poison"]
-    for n in range(9, 2000):
-        bench.insert(str(n))
-        bench.run_for(12)
-        assert states(bench)[str(n)] == "sent"
-        if states(bench)["poison"] == "dead":
-            break
-    poison = bench.store.rows["poison"]
-    assert states(bench)["poison"] == "dead"
-    assert (poison.attempts, poison.last_error) == (10, "deadline_exceeded: no answer")
-    assert attempts(bench) == 10
 
 
 def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None:
@@ -238,26 +220,6 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
     assert bench.publisher.ids() == ["c", "b", "a"]
 
 
-def test_a_failing_head_is_not_skipped_before_it_is_dead() -> None:
-    """Its key is blocked while it may still be sent. The other tasks of its last request do not die with it."""
-    bench = Bench(skip_dead=True, retries={"max_attempts": 2})
-    bench.line("a", "b", "c")
-    bench.publisher.failing = {"a": ODD}
-    for dead_tasks in ([], ["a"]):
-        assert bench.publisher.ids() == []
-        bench.turns()
-        assert [id for id, state in states(bench).items() if state == "dead"] == dead_tasks
-        bench.wait(2)
-    bench.turns()
-    assert bench.publisher.ids() == ["b", "c"]
-    bench = Bench(skip_dead=True, retries={"max_attempts": 1})
-    bench.line("a", "b", "c")
-    bench.publisher.failing = {"a": ODD}
-    bench.turns()
-    assert states(bench) == {"a": "dead", "b": "sent", "c": "sent"}
-    assert bench.publisher.ids() == ["b", "c"]
-
-
 @pytest.mark.parametrize(("skip_dead", "dead_tasks"), [(False, 1), (True, 4)])
 def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: bool, dead_tasks: int) -> None:
     """One turn records all of a key, not one turn for each task. In block mode only the head is dead."""
@@ -268,21 +230,3 @@ def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: boo
     while not bench.count(m.DEAD):
         bench.relay.turn()
     assert bench.count(m.DEAD) == dead_tasks
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_an_at_most_once_task_with_a_key_keeps_its_order(bench: Bench, failing: bool) -> None:
-    """`register` refuses the combination, another writer may not. While the task before it fails, it is not marked."""
-    bench.line("a")
-    bench.line("once", at_most_once=True)
-    bench.line("b")
-    bench.publisher.failing = {"a": Failed("data_loss", "no")} if failing else {}
-    bench.turns()
-    if failing:
-        assert bench.publisher.ids() == []
-        assert bench.store.rows["once"].sent_at is None
-        bench.publisher.failing = {}
-        bench.wait(2)
-        bench.turns()
-    assert bench.publisher.requests[-3:] == [["a"], ["once"], ["b"]]
-    assert bench.unsent() == []

@@ -1,7 +1,7 @@
 """The decoding of a row's `Data`: every message that Pub/Sub accepts, and none that would fill the memory."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.message import MAX_ATTRIBUTES, MAX_FIELDS, RawPubsubMessage, has_too_many_fields, parsed
@@ -11,6 +11,7 @@ ATTRIBUTE = b"\x12\x06\x0a\x04abcd"
 UNKNOWN = b"\x78\x00\x79" + bytes(8) + b"\x7d" + bytes(4)
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=2000), st.text(max_size=9), st.integers(0, MAX_ATTRIBUTES), st.sampled_from("\x12\x92k"))
 def test_every_message_that_pubsub_accepts_is_decoded(data: bytes, key: str, attributes: int, letter: str) -> None:
     """Also where the bytes of the body look like the tags of attributes."""

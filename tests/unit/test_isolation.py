@@ -1,7 +1,6 @@
 """One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -59,23 +58,6 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     assert large.relay._discoverer.topics == {"orders"}  # for which metrics report that nothing is published
     large.store.controls.clear()
     large.relay.turn()  # reads the topic controls
-    large.turns()
-    assert large.unsent() == []
-
-
-def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Bench) -> None:
-    """By the database's time, whatever the worker's clock says. The most urgent of the due tasks is first."""
-    due_at = large.store.now + timedelta(minutes=10)
-    large.insert(*[f"later{n}" for n in range(MANY)], available_at=due_at)
-    large.insert("urgent", available_at=due_at, priority=100)
-    large.seconds += 10**6
-    assert [turn.polled for turn in large.turns()][-1] == 0
-    large.store.now = due_at - timedelta(microseconds=1)
-    large.turns()
-    assert large.publisher.ids() == []
-    large.store.now = due_at
-    large.relay.turn()
-    assert "urgent" in large.publisher.ids()
     large.turns()
     assert large.unsent() == []
 

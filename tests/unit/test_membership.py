@@ -13,8 +13,6 @@ from outbox.base.schedules import RECONNECT
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
-    HEARTBEAT_ROWS_PER_SECOND,
-    MAX_STREAM_READERS,
     Membership,
     divide,
 )
@@ -61,31 +59,6 @@ class Watch(Membership):
         self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
         self.assign(self.store.workers())
         return self.shards
-
-
-def test_only_the_first_live_workers_read_the_change_stream() -> None:
-    """Spanner limits the readers of a partition. A new worker does not know how many there are."""
-    watch = Watch()
-    assert not watch.follows_stream
-    watch.see("me", *(f"a{number}" for number in range(MAX_STREAM_READERS - 1)), "z")
-    assert watch.follows_stream
-    watch.see("me", *(f"a{number}" for number in range(MAX_STREAM_READERS)))
-    assert not watch.follows_stream
-
-
-def test_a_large_fleet_reads_heartbeats_seldom_but_when_a_worker_may_time_out() -> None:
-    watch = Watch()
-    assert watch.reads_workers
-    watch.see("me", *(f"a{number}" for number in range(2 * HEARTBEAT_ROWS_PER_SECOND)))
-    watch.seconds += 1.9
-    assert not watch.reads_workers
-    watch.seconds += 0.2
-    assert watch.reads_workers
-    watch.see("me", *(f"a{number}" for number in range(20 * HEARTBEAT_ROWS_PER_SECOND)))
-    watch.seconds += LIVENESS_TIMEOUT_SECONDS - 0.1
-    assert not watch.reads_workers
-    watch.seconds += 0.2
-    assert watch.reads_workers
 
 
 def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> None:

@@ -1,13 +1,12 @@
 """The output of commands: no value of a row harms a terminal or a program."""
 
-import json
 import re
 import unicodedata
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.admin import messages
@@ -88,23 +87,6 @@ def test_a_table_has_a_line_for_each_row_and_straight_columns(rows: list[tuple[A
     rest = 2 + max([6, *(len(cell(number)) for _, number, _ in rows)])
     for line, (text, number, _) in zip(lines[1:], rows, strict=True):
         assert line.startswith(cell(text) + " " * (width - columns(cell(text))) + cell(number).rjust(rest))
-
-
-@pytest.mark.parametrize("text", ["注文", "한글", "e\u0301t\u00e9", "\uff21\uff22", "🎉", "ｱﾊﾟｰﾄ"])
-def test_wide_and_combining_characters_do_not_shift_columns(text: str) -> None:
-    header, *lines = table(("ID", "TOPIC"), [(text, "orders"), ("order-33", "orders")]).split("\n")
-    assert {columns(line[: line.index("orders")]) for line in lines} == {header.index("TOPIC")}
-
-
-@settings(max_examples=50)
-@given(st.recursive(TEXT | st.integers() | st.none(), lambda inner: st.dictionaries(TEXT, inner) | st.lists(inner)))
-@example({CONTROLS: [CONTROLS]})
-def test_json_is_one_line_without_control_codes(value: object):
-    """Its reader gets every character back; `--json` is read by people, too."""
-    line = as_json(value)
-    assert harmless(line)
-    line.encode()
-    assert json.loads(line) == value
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Rows that Spanner refuses to change: their tasks wait, and all others are sent. On the fakes."""
 
-from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -40,16 +39,6 @@ def test_a_refused_task_is_tried_less_and_less_often(
     bench.store.refused.clear()
     bench.run_for(300, step=10)
     assert (bench.publisher.ids(), bench.unsent(), bench.count(m.UNCONFIRMED)) == (["bad"], [], 0)
-
-
-def test_an_at_most_once_task_that_expires_during_the_search_for_a_refused_row_is_not_published(bench: Bench) -> None:
-    ids = ["a", "b", "c", "bad"]
-    bench.insert(*ids, at_most_once=True, expires_at=bench.store.now + timedelta(seconds=6))
-    bench.store.refused.add("bad")
-    bench.store.before_commit = lambda: bench.wait(4)
-    bench.turns()
-    assert bench.publisher.ids() == []
-    assert [id for id in ids if bench.store.rows[id].available_at == NEVER] == ["a", "b", "c"]
 
 
 def test_a_failure_beside_refused_rows_is_recorded_in_the_first_turn(

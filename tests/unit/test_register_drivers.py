@@ -39,23 +39,6 @@ def register(transaction: Any) -> None:
     outbox.register(transaction, "orders", b"")
 
 
-def test_other_transactions_are_accepted(session: Session) -> None:
-    """That of `run_in_transaction`, and one that the application began itself, with options as well."""
-
-    def work(transaction: Transaction) -> None:
-        register(transaction)
-        accepted.append(transaction)
-        raise LookupError
-
-    accepted: list[Transaction] = []
-    for options in ({}, {"isolation_level": 2, "read_lock_mode": 2}):
-        with pytest.raises(LookupError):
-            session.run_in_transaction(work, **options)
-    explicit = session.transaction()
-    register(explicit)
-    assert [len(each._mutations) for each in (*accepted, explicit)] == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("sizes", "statements"),
     [

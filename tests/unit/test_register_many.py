@@ -8,8 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from google.cloud.spanner_v1.batch import Batch
-from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import registration
@@ -96,18 +94,3 @@ def test_tasks_are_counted_by_topic_and_known_to_register_once(set_metrics: Call
     assert counter.increment.call_args_list == calls
     outbox.register_many(transaction, [outbox.Task("orders", b"", task_id="t")])
     assert outbox.register_once(transaction, "orders", b"", task_id="t") is False
-
-
-@pytest.mark.parametrize("make", [Batch, Transaction])
-def test_the_client_gets_the_mutation_of_an_insert_by_hand(make: type[Any]) -> None:
-    """It gets the names of the columns in its own form, which costs it less."""
-    ours, by_hand, recorded = make(mock.MagicMock()), make(mock.MagicMock()), RecordingTransaction()
-    outbox.register(ours, "orders", b"data", ordering_key="k", task_id="t")
-    outbox.register(recorded, "orders", b"data", ordering_key="k", task_id="t")
-    [(table, columns, [row])] = recorded.inserts
-    [mutation] = ours._mutations
-    written = mutation.insert.values[0][columns.index("Sequence")]
-    by_hand.insert(
-        table, columns, [[written if name == "Sequence" else value for name, value in zip(columns, row, strict=True)]]
-    )
-    assert [type(mutation).pb(mutation)] == [type(each).pb(each) for each in by_hand._mutations]

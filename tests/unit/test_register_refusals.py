@@ -83,7 +83,6 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "topic": [
         *((name, f"topic '{name}' {NO_NAME}") for name in ("ab", "google", "1abc", "a" * 256, "a/b/c")),
         ("a" * 999, f"topic '{'a' * 300}' {NO_NAME}"),
-        ("projects//topics/orders", f"topic 'projects//topics/orders' {NO_NAME}"),
         ("orders\n", f"topic 'orders\\n' {NO_NAME}"),
         (7, "topic is int. It must be a str"),
     ],
@@ -100,8 +99,6 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"ü" * 128 + "k": "v"}, f"attribute key '{'ü' * 99}... has 257 bytes; at most 256"),
         ({"k": "v" * 1025}, "the value of attribute 'k' has 1,025 bytes; at most 1,024"),
         ({"goog-x": "v"}, f"attribute 'goog-x' {GOOG}"),
-        ({"goog" + "x" * 200: "v"}, f"attribute 'goog{'x' * 95}... {GOOG}"),
-        ({"k" * 98: 1}, f"attribute '{'k' * 98}' maps str to int. Both must be str"),  # as long as is shown whole
         ({"k" * 99: BAD_TEXT}, f"the value of attribute '{'k' * 99}... {NO_UNICODE}"),
         ({"k": BAD_TEXT}, f"the value of attribute 'k' {NO_UNICODE}"),
         ({BAD_TEXT: "v"}, f"attribute key {NO_UNICODE}"),
@@ -122,9 +119,6 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "priority": [
         (2**63, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
-        (-(2**63) - 1, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
-        (2**64, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
-        (10**100, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
         (
             -(10**5000),
             "priority is outside of int64, which is -2**63 to 2**63 - 1",
@@ -164,15 +158,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "two ordering keys: 'a' in `message`, 'b' as `ordering_key`",
     ),
     (
-        {"message": PubsubMessage(ordering_key="a" * 150), "ordering_key": "b" * 150},
-        f"two ordering keys: '{'a' * 100}' in `message`, '{'b' * 100}' as `ordering_key`",
-    ),
-    (
         {"available_at": NOW, "expires_at": NOW},
         "expires_at 2026-01-01 00:00:00+00:00 is not after available_at 2026-01-01 00:00:00+00:00",
     ),
     ({"at_most_once": True, "ordering_key": "k"}, IN_ORDER),
-    ({"at_most_once": True, "message": PubsubMessage(ordering_key="k")}, IN_ORDER),
 ]
 
 

@@ -1,7 +1,6 @@
 """The logs and counts of batches, turns and topics: complete, in pairs, and without repetition."""
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
+from publishworker.delivery.claim import Delivered, Kind, Unmarked, turn_counts
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -122,21 +121,6 @@ def test_each_task_that_may_be_lost_is_named(watch: Watch) -> None:
     assert named == batches
     assert watch.actions() == ["unconfirmed", "unconfirmed"]
     assert watch.counts[m.UNCONFIRMED.name] == 202
-
-
-def test_each_task_that_is_cancelled_after_its_publish_is_named(watch: Watch) -> None:
-    """With its message: its ID is nowhere else."""
-    ids = [f"id-{number}" for number in range(250)]
-    answers: dict[str, Answer] = {id: Published(id.replace("id-", "m")) for id in ids}
-    first = Delivered(claim_of("orders", *ids), answers=answers, deleted=frozenset(ids[:-1]))
-    watch.reporter.report_batch(first)
-    watch.reporter.report_later(Cancelled(first.claim, {ids[-1]: "m249"}))
-    named = [re.findall(r"id-(\d+) \(message m\1\)", line) for line in watch.caplog.messages]
-    assert [*map(int, named[0]), *map(int, named[1])] == [*range(250)]
-    fields = {"topic": "orders", "message_ids": {"id-249": "m249"}}
-    assert vars(watch.caplog.records[1])["fields"] == fields
-    assert watch.actions() == ["cancelled_after_publish"] * 2
-    assert watch.counts == {m.PUBLISHED.name: 250, m.CANCELLED.name: 250}
 
 
 def test_each_task_that_is_no_longer_marked_is_named(watch: Watch) -> None:

@@ -1,8 +1,6 @@
 """The steps of a change of the number of shards: whatever happens between them, some polled layout has every task."""
 
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from random import Random
 from unittest import mock
 
 import pytest
@@ -17,77 +15,6 @@ from outbox.table.layouts import Layout, by_layout
 
 FIRST, NEW = Layout(10), Layout(32, "32")
 COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
-
-
-@dataclass
-class Database:
-    """A table, its recorded layouts, and workers that read these now and then."""
-
-    random: Random
-    found: dict[Layout, dict[str, str]] = field(default_factory=lambda: {FIRST: COMPLETE})
-    recorded: dict[Layout, str] = field(default_factory=dict)
-    workers: dict[str, frozenset[str]] = field(default_factory=lambda: {"a": frozenset({"Shard"})})
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.found, self.recorded, self.workers)
-
-    def polled(self) -> frozenset[str]:
-        recorded = frozenset(each.column for each, state in self.recorded.items() if state == POLLED)
-        return recorded or frozenset(each.column for each in self.found)
-
-    def live(self) -> None:
-        """A worker starts, ends, or reads what to poll; the table is filled."""
-        match self.random.randrange(4):
-            case 0:
-                self.workers[str(self.random.random())] = self.polled()
-            case 1 if len(self.workers) > 1:
-                del self.workers[self.random.choice(sorted(self.workers))]
-            case 2:
-                self.workers[self.random.choice(sorted(self.workers))] = self.polled()
-            case _:
-                self.found = dict.fromkeys(self.found, COMPLETE)
-
-    def step(self, target: Layout) -> bool:
-        step = next_step(self.snapshot(), target)
-        match step and step.kind:
-            case None:
-                return False
-            case "begin":
-                self.recorded |= {target: step.state} | dict.fromkeys(self.found, POLLED)
-            case "build":
-                self.found = {**self.found, target: self.found.get(target, {"AsynchronousTasksToSend32": "WRITE_ONLY"})}
-            case "set":
-                self.recorded |= {step.layout: step.state}
-            case "drop":
-                self.found = {each: states for each, states in self.found.items() if each != step.layout}
-            case "forget":
-                del self.recorded[step.layout]
-        return True
-
-    def covered(self) -> bool:
-        """Tell whether all live workers poll one layout that has every task."""
-        complete = {each.column for each, states in self.found.items() if states == COMPLETE}
-        return bool(frozenset.intersection(frozenset(complete), *self.workers.values()))
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_all_workers_poll_a_common_layout_at_every_moment(seed: int) -> None:
-    """Also if the operator changes their mind at any step."""
-    random = Random(seed)
-    database, target = Database(random), NEW
-    for _ in range(400):
-        if random.random() < 0.02 and FIRST in database.found:
-            target = random.choice([FIRST, NEW])
-        if random.random() < 0.5:
-            database.live()
-        else:
-            database.step(target)
-        assert database.covered(), (database, target)
-    while database.step(target):
-        database.live()
-        assert database.covered(), (database, target)
-    assert list(database.found) == [target]
-    assert set(database.recorded.values()) <= {POLLED}
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox.base.values import counted
 from outbox.cli import main as outbox
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.program.terminal import as_json, complain, prepare_streams, say
@@ -31,6 +30,7 @@ def written(stream: io.TextIOWrapper) -> str:
     return stream.buffer.getvalue().decode(stream.encoding)
 
 
+@settings(max_examples=30)
 @given(TEXT)
 def test_a_line_with_any_value_is_one_printable_line(value: str) -> None:
     stream = io.StringIO()
@@ -76,12 +76,6 @@ def test_a_stream_shows_what_its_encoding_does_not_have(
     assert json.loads(log)["message"] == values["key"]
 
 
-def test_one_of_a_kind_is_not_in_the_plural() -> None:
-    assert [counted(number, "live worker") for number in (0, 1, 1_000)] == [
-        "0 live workers", "1 live worker", "1,000 live workers",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("stdout", "why"), [("/dev/full", "No space left on device"), (None, "Bad file descriptor")])
 @pytest.mark.parametrize(
     ("program", "main"), [("outbox", outbox), ("publishworker", publishworker), ("outbox-pipeline", outbox_pipeline)]
@@ -110,17 +104,18 @@ def test_a_reader_that_has_enough_causes_no_message(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("words", ["schema print", "--help"])
-def test_a_full_disk_for_all_output_has_the_same_exit_code(words: str) -> None:
-    line = f"{sys.executable} -m outbox {words} > /dev/full 2>&1"
+def test_a_full_disk_for_all_output_has_the_same_exit_code() -> None:
+    line = f"{sys.executable} -m outbox --help > /dev/full 2>&1"
     assert subprocess.run(["bash", "-c", line], cwd=ROOT, check=False, timeout=60).returncode == 3
 
 
 @pytest.mark.parametrize(
-    ("command", "closed"), [("outbox status", "0"), ("publishworker run", "1"), ("outbox_pipeline drain", "2")]
+    ("main", "command", "closed"),
+    [(outbox, "status", "stdin"), (publishworker, "run", "stdout"), (outbox_pipeline, "drain", "stderr")],
 )
-def test_a_command_runs_without_one_of_its_streams(command: str, closed: str) -> None:
-    """As a service manager may start it."""
-    line = f"{sys.executable} -m {command} {closed}>&-"
-    run = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert (run.returncode, "Traceback" in run.stderr) == (2, False)
+def test_a_command_runs_without_one_of_its_streams(
+    main: Callable[[list[str]], int], command: str, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a service manager may start it. Python has None in its place."""
+    monkeypatch.setattr(sys, closed, None)
+    assert main([command]) == 2

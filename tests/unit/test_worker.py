@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from math import inf
 from random import Random
@@ -12,12 +12,9 @@ import pytest
 
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.turn.membership import (
-    HEARTBEAT_INTERVAL_SECONDS,
-    Membership,
-)
+from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
 from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Next, Turn, Workers
+from publishworker.types import Next, Turn, Workers
 from tests.support.fakes import FakeStore
 from tests.support.parts import claim_of
 
@@ -75,13 +72,7 @@ class Script:
         return IDLE
 
     def run(
-        self,
-        until: Callable[[Turn], bool] = lambda _turn: False,
-        *,
-        interval: float = 1.0,
-        beats: bool = False,
-        idle: Callable[[], float] | None = None,
-        live: Mapping[str, float] | None = None,
+        self, *, interval: float = 1.0, beats: bool = False, idle: Callable[[], float] | None = None
     ) -> list[float]:
         """Run the loop and return its waits; with `beats` time passes for the heartbeat row, too."""
 
@@ -89,8 +80,8 @@ class Script:
             return self.stop.seconds if beats else 0.0
 
         membership = Membership(self.store, "me", clock=clock)
-        membership.assign(Workers({"me": inf, **(live or {})}))
-        self.worker = Worker(
+        membership.assign(Workers({"me": inf}))
+        Worker(
             self,
             membership,
             poll_interval=interval,
@@ -99,8 +90,7 @@ class Script:
             report=lambda: self.events.append("report"),
             random=Random(1),
             clock=lambda: self.stop.seconds,
-        )
-        self.worker.run(self.stop, until)
+        ).run(self.stop)
         return self.stop.waits
 
 
@@ -167,24 +157,6 @@ def test_the_heartbeat_file_is_written_while_idle_and_during_outages() -> None:
     assert script.events == [*ROUND, "turn", "finish"]
 
 
-def test_a_worker_ends_when_its_condition_holds() -> None:
-    """`drain` uses it. It reads the database, so it may fail like a turn. After a signal it is not called."""
-    seen: list[Turn] = []
-
-    def until(turn: Turn) -> bool:
-        seen.append(turn)
-        if turn is IDLE:
-            raise AWAY
-        return len(seen) == 3
-
-    script = Script(WORK, IDLE, WORK, WORK)
-    assert script.run(until) == near(0.2)
-    assert seen == [WORK, IDLE, WORK]
-    assert script.events[-2:] == ["turn", "finish"]
-    Script(WORK).run(until)
-    assert len(seen) == 3
-
-
 @pytest.mark.parametrize("others", [None, StuckBatch([claim_of("invoices", "b")], 122)])
 def test_a_stuck_batch_ends_the_worker_after_the_others(others: StuckBatch | None) -> None:
     """The worker leaves its shards first; then the caller gets the error, also if another batch is stuck."""
@@ -222,18 +194,6 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
     script.run(interval=30, beats=True)
     assert script.stop.seconds > 60
     assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_INTERVAL_SECONDS + 0.01
-
-
-@pytest.mark.parametrize(
-    ("turn", "due"), [(IDLE, 1000.0), (Turn(next=Next.SOON), None), (Turn(seconds_to_change=1000.0), None)]
-)
-def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn, due: float | None) -> None:
-    """If it crashes, others must send the tasks of its batches, of topics whose circuit was open, and due ones."""
-    script = Script(*[turn] * 14)
-    script.due = due
-    script.run(idle=lambda: 15.0, beats=True)
-    assert script.store.heartbeats >= script.stop.seconds / (HEARTBEAT_INTERVAL_SECONDS + 1)
-    assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
 
 
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:
