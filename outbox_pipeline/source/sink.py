@@ -54,7 +54,7 @@ class _Writing:
         """Check options and columns. Raises SettingError."""
         if overwrite:
             raise SettingError("The outbox can only be appended to: pass mode('append') or outputMode('append')")
-        values, self._database = given_options(options, _KINDS, ignored=("checkpointLocation",))
+        values, self._database = given_options(options, _KINDS, ignored=("checkpointLocation", "queryName"))
         self._topic, self._key = values.get("topic", ""), values.get("key", ())
         self._names = schema.fieldNames()
         self._rejects: str | None = values.get("rejects")

@@ -103,10 +103,14 @@ class Pace:
     """Limits the rows per second of one Spark task. 0 is no limit."""
 
     def __init__(self, rate: float = 0.0) -> None:
-        self._rate, self._next_at = rate, 0.0
+        self._rate, self._last_at = rate, time.monotonic()
+
+    def chunk(self, most: int) -> int:
+        """Return the max rows of a chunk: `most`, but not more than in a second."""
+        return min(most, max(1, int(self._rate))) if self._rate else most
 
     def wait(self, rows: int) -> None:
-        """Sleep until `rows` more rows may be written."""
+        """Sleep until `rows` more rows may be written, also before the first ones: all Spark tasks begin at once."""
         if self._rate:
-            time.sleep(max(0.0, self._next_at - time.monotonic()))
-            self._next_at = time.monotonic() + rows / self._rate
+            time.sleep(max(0.0, self._last_at + rows / self._rate - time.monotonic()))
+            self._last_at = time.monotonic()

@@ -1,8 +1,12 @@
 """Registration in one Spark task, on a fake table that a contract test compares with the emulator."""
 
 import base64
+import contextlib
+import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -11,6 +15,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
+from outbox_pipeline.jobs.register import executor
 from outbox_pipeline.jobs.register.executor import COUNTS, REGISTER_ROWS, Writer
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark import spark_tasks
@@ -123,6 +128,20 @@ SAME = (
 )
 
 
+def test_rows_are_compared_with_the_task_in_the_table_and_not_with_a_rejected_row():
+    """In whatever chunks they are."""
+    exists = "task 'one' exists with another message, topic or ordering key"
+    twice = "task ID 'one' occurs twice, with different messages, topics or ordering keys"
+    for flush in (False, True):
+        table = FakeTable()
+        writer(table, row(data=b"zero"))
+        made = writer(table)
+        for data in (b"one", b"one", b"zero", b"zero", b"one"):
+            add(made, row(data=data), flush=flush)
+        made.flush()
+        assert answered(made) == ((0, 1, 1), [exists, exists, twice])
+
+
 @pytest.mark.parametrize("where", ["in the table", "in its group", "at the end of the group before"])
 def test_a_different_task_of_the_same_id_is_rejected(where: str):
     base = {"attributes": {"a": "1"}}
@@ -171,15 +190,32 @@ def test_chunks_have_max_rows_and_max_bytes():
     assert answered(made) == ((9, 0, 0), [])
 
 
+def test_only_a_finished_attempt_replaces_the_rejects_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def attempt(number: int, *, killed: bool = False) -> None:
+        task = mock.Mock(**{"partitionId.return_value": 3, "taskAttemptId.return_value": number})
+        monkeypatch.setattr(executor.TaskContext, "get", lambda: task)
+        with contextlib.suppress(KeyboardInterrupt), executor._rejecting(str(tmp_path)) as reject:
+            reject(row(reason=f"of {number}"))
+            if killed:
+                raise KeyboardInterrupt
+
+    for number, killed, kept in ((1, False, 1), (2, True, 1), (3, False, 3)):
+        attempt(number, killed=killed)
+        [file] = tmp_path.glob("*.json")
+        assert (file.name, json.loads(file.read_text())["reason"]) == ("part-00003.json", f"of {kept}")
+
+
 def test_a_rate_is_a_limit_at_each_time(monkeypatch: pytest.MonkeyPatch):
-    """The first chunk does not wait, and a job that was slower than the rate does not catch up."""
+    """The first chunk waits, too, and a job that was slower than the rate does not catch up."""
     time = FakeTime()
     monkeypatch.setattr(spark_tasks, "time", time)
     made = writer(FakeTable(), pace=Pace(50.0))
-    for start, passes, slept in ((0, 0, 0), (100, 0, 2.0), (200, 0.5, 1.5), (300, 10, 0), (400, 0, 2.0)):
+    for start, passes, slept in ((0, 0, 1.0), (50, 0, 1.0), (100, 0.5, 0.5), (150, 10, 0), (200, 0, 1.0)):
         time.now += passes
-        add(made, *plain(*ids(REGISTER_ROWS, start)), flush=False)
+        add(made, *plain(*ids(50, start)), flush=False)
         assert time.slept[-1] == slept
-    assert answered(made)[0] == (5 * REGISTER_ROWS, 0, 0)
+    assert answered(made)[0] == (250, 0, 0)
     assert answered(writer(FakeTable(), *plain(*ids(2 * REGISTER_ROWS))))[0] == (2 * REGISTER_ROWS, 0, 0)
     assert len(time.slept) == 5, "without a rate"
+    add(writer(FakeTable(), pace=Pace(4 / 16)), *plain("a", "b"), flush=False)
+    assert time.slept[5:] == [4.0, 4.0], "the share of a Spark task is below 1"

@@ -131,6 +131,7 @@ def test_a_repeated_micro_batch_registers_nothing_twice(
             rows.writeStream.format("outbox")
             .options(**options(target, rejects=str(tmp_path / "rejects")))
             .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .queryName("invoices")
             .trigger(availableNow=True)
             .start()
         )

@@ -78,7 +78,7 @@ def register_rows(
 def _rejecting(folder: str | None) -> Iterator[_Reject]:
     """Yield a function that writes a row with its reason to the file of this Spark task.
 
-    Another attempt of the Spark task replaces the file.
+    The file gets its name when the Spark task ends, so an attempt that is killed does not damage that of another one.
     """
     with contextlib.ExitStack() as files:
         file: Any = None
@@ -97,11 +97,16 @@ def _rejecting(folder: str | None) -> Iterator[_Reject]:
         yield reject
 
 
-def _open(folder: str) -> Any:
+@contextlib.contextmanager
+def _open(folder: str) -> Iterator[Any]:
     task: Any = TaskContext.get()
     system, path = FileSystem.from_uri(folder)
     system.create_dir(path, recursive=True)
-    return system.open_output_stream(f"{path}/part-{task.partitionId():05}.json", buffer_size=_FILE_BYTES)
+    name = f"{path}/part-{task.partitionId():05}.json"
+    unfinished = f"{name}.{task.taskAttemptId()}"
+    with system.open_output_stream(unfinished, buffer_size=_FILE_BYTES) as file:
+        yield file
+    system.move(unfinished, name)
 
 
 @dataclass
@@ -113,11 +118,12 @@ class Writer:
     reject: _Reject
     pace: Pace = field(default_factory=Pace)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    _chunk: dict[str, tuple[_Row, Mapping[str, Any]]] = field(default_factory=dict)
+    _chunk: list[tuple[_Row, Mapping[str, Any]]] = field(default_factory=list)
     _bytes: int = 0
     #: Whether to read before inserting: for the first chunk, and while chunks contain existing tasks.
     _read_first: bool = True
-    _last: _Row | None = None
+    #: The tasks of the last chunk as the table has them, with the outcome of a row that is equal.
+    _known: dict[str, tuple[_Row, str]] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add one row of `schemas.INPUT`."""
@@ -126,48 +132,53 @@ class Writer:
         except (InvalidMessage, TypeError) as error:
             self._reject(row, str(error))
             return
-        before = self._chunk[task[_ID]][0] if task[_ID] in self._chunk else self._last
-        if before is not None and before[_ID] == task[_ID]:
-            self._repeated(task, row, before)
+        if task[_ID] in self._known:
+            self._compare(task, row)
             return
-        self._chunk[task[_ID]] = (task, row)
+        self._chunk.append((task, row))
         self._bytes += len(task[_DATA])
-        if len(self._chunk) >= REGISTER_ROWS or self._bytes >= COMMIT_BYTES:
+        if len(self._chunk) >= self.pace.chunk(REGISTER_ROWS) or self._bytes >= COMMIT_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write the collected rows. Raises NotReached, OutboxError."""
-        chunk, self._chunk, self._bytes = self._chunk, {}, 0
-        if not chunk:
+        if not self._chunk:
             return
-        self.pace.wait(len(chunk))
-        self._last = next(reversed(chunk.values()))[0]
+        chunk, self._chunk, self._bytes, self._known = self._chunk, [], 0, {}
+        new: dict[str, _Row] = {}
+        for task, _ in chunk:
+            new.setdefault(task[_ID], task)
+        self.pace.wait(len(new))
         while True:
             if self._read_first:
-                self._read_first = self._remove_existing(chunk)
-            rows = [row for row, _ in chunk.values()]
-            if not rows or self.table.insert(COLUMNS, rows, _TAG):
-                self.counts["registered"] += len(rows)
-                return
+                self._read_first = self._remove_existing(new)
+            if not new or self.table.insert(COLUMNS, list(new.values()), _TAG):
+                break
             self._read_first = True
+        self._known |= {id: (task, "registered") for id, task in new.items()}
+        for task, row in chunk:
+            self._compare(task, row)
 
-    def _remove_existing(self, chunk: dict[str, tuple[_Row, Mapping[str, Any]]]) -> bool:
-        """Remove the rows whose tasks exist from the chunk. Return whether there were any."""
-        found = self.table.read_ids(_SAME, chunk, _TAG)
+    def _remove_existing(self, new: dict[str, _Row]) -> bool:
+        """Remove the tasks that exist. Return whether there were any."""
+        found = self.table.read_ids(_SAME, new, _TAG)
         for id, topic, data, key, created in found:
-            task, row = chunk.pop(id)
-            if not _same(task, (id, topic, data, None, key)):
-                self._reject(row, f"task {id!r} exists with another message, topic or ordering key")
-            else:
-                # A task that was created since the job began was written by an earlier attempt of this Spark task.
-                self.counts["registered" if created >= self.began else "existing"] += 1
+            del new[id]
+            # A task that was created since the job began was written by an earlier attempt of this Spark task.
+            self._known[id] = (id, topic, data, None, key), "registered" if created >= self.began else "existing"
         return bool(found)
 
-    def _repeated(self, task: _Row, row: Mapping[str, Any], before: _Row) -> None:
-        if _same(task, before):
-            self.counts["repeated"] += 1
+    def _compare(self, task: _Row, row: Mapping[str, Any]) -> None:
+        """Count a row, or reject it, by the task that the table has. Only the first equal row is not `repeated`."""
+        id = task[_ID]
+        known, outcome = self._known[id]
+        if _same(task, known):
+            self.counts[outcome] += 1
+            self._known[id] = known, "repeated"
+        elif outcome == "repeated":
+            self._reject(row, f"task ID {id!r} occurs twice, with different messages, topics or ordering keys")
         else:
-            self._reject(row, f"task ID {task[_ID]!r} occurs twice, with different messages, topics or ordering keys")
+            self._reject(row, f"task {id!r} exists with another message, topic or ordering key")
 
     def _reject(self, row: Mapping[str, Any], reason: str) -> None:
         self.counts["rejected"] += 1
