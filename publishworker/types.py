@@ -109,19 +109,6 @@ LIVENESS_TIMEOUT_SECONDS = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The row of a worker, which makes the worker live for `liveness_timeout` seconds after the commit."""
-
-    worker: str
-    started_at: datetime
-    #: The layouts that the worker polls.
-    layouts: Sequence[Layout]
-    liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS
-    #: What the worker says about itself, for operators (`process.info`).
-    info: Mapping[str, object] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Workers:
     """The live workers, and the IDs of workers whose heartbeat is so old that its row may be deleted.
 

@@ -40,20 +40,6 @@ class ClaimedTask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TopicHints:
-    """What the worker knows about the topic when it starts the batch.
-
-    These hints decide which failures are recorded as failed attempts, and which tasks share no publish request.
-    """
-
-    #: The batch probes a topic whose circuit is open.
-    probe: bool = False
-    #: Tasks whose publish failed in an outage of the topic. If one fails again while the circuit is closed, a failed
-    #: attempt is recorded.
-    suspects: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """A batch: tasks of one topic.
 
@@ -69,7 +55,11 @@ class Claim:
     releases: tuple[ClaimedTask, ...] = ()
     #: Size of all messages of the batch. A part keeps the size of the whole.
     bytes: int = 0
-    hints: TopicHints = TopicHints()
+    #: Whether the batch probes a topic whose circuit is open.
+    probe: bool = False
+    #: Tasks whose publish failed in an outage of the topic. They share no request. If one fails again while the circuit
+    #: is closed, a failed attempt is recorded.
+    suspects: frozenset[str] = frozenset()
     #: Those of the topic when the batch starts.
     controls: TopicControls = NO_CONTROLS
 

@@ -16,7 +16,7 @@ from publishworker.delivery.marking import MarkRetry, SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.store import Decide, Store
+from publishworker.spanner.store import Decide, SpannerStore
 from publishworker.spanner.write_errors import Refused, StoreError
 from publishworker.types import (
     CLAIM,
@@ -44,7 +44,7 @@ _T = TypeVar("_T", Skipped, NotSent, Deferred)
 class Tools:
     """What every delivery works with."""
 
-    store: Store
+    store: SpannerStore
     publisher: Publisher
     policy: RetryPolicy
     #: What all batches share when they mark again.
@@ -324,7 +324,7 @@ class Timing:
         self._phase_began = self._locked_at = clock()
         self._now: datetime  # the database's time at the last lock
 
-    def claim(self, store: Store, claim: Claim, decide: Decide) -> datetime:
+    def claim(self, store: SpannerStore, claim: Claim, decide: Decide) -> datetime:
         """Run a transaction of the store, and time it. Raises StoreError."""
         self.transactions += 1
         self._phase_began, has_decided = self._clock(), False

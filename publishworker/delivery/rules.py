@@ -22,7 +22,7 @@ from outbox.base.schedules import Schedule
 from outbox.base.times import shown
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER, first_due, is_dead
-from publishworker.delivery.claim import Claim, Kind, TopicHints
+from publishworker.delivery.claim import Claim, Kind
 from publishworker.pubsub.failures import FailureKind, failure_kind, is_refused
 from publishworker.pubsub.messages import trace_id
 from publishworker.types import (
@@ -166,7 +166,7 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list
 
 def published_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
     """Return the IDs of the tasks that share no request: those that failed before, and the topic's suspects."""
-    return {row.id for row in rows if row.attempts or row.id in claim.hints.suspects}  # OUT-DELAY-1
+    return {row.id for row in rows if row.attempts or row.id in claim.suspects}  # OUT-DELAY-1
 
 
 def release_changes(
@@ -238,7 +238,7 @@ def row_changes(
                 changes[row.id] = deferral
         elif answer is not None:
             recorded = None
-            if should_record(claim.hints, row.id, answer):
+            if should_record(claim, row.id, answer):
                 recorded = changes[row.id] = policy.failed_attempt(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
             if blocks_nothing and failure_kind(answer.reason) is FailureKind.CONTENT:
@@ -249,7 +249,7 @@ def row_changes(
     return changes
 
 
-def should_record(hints: TopicHints, id: str, failure: Failed) -> bool:
+def should_record(claim: Claim, id: str, failure: Failed) -> bool:
     """Tell whether to record the failure as a failed attempt of its task.
 
     Otherwise it counts only for the topic's circuit. If the topic is missing or refuses messages, only the failures of
@@ -259,9 +259,9 @@ def should_record(hints: TopicHints, id: str, failure: Failed) -> bool:
     """
     match failure_kind(failure.reason):
         case FailureKind.TARGET:
-            return hints.probe
+            return claim.probe
         case FailureKind.OUTAGE:  # OUT-LOSS-4
-            return id in hints.suspects and not hints.probe and not is_refused(failure.reason)
+            return id in claim.suspects and not claim.probe and not is_refused(failure.reason)
     return True
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from google.api_core.exceptions import Aborted
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
@@ -29,9 +29,9 @@ from publishworker.spanner.write_errors import (
     is_lost_session,
 )
 from publishworker.types import (
+    LIVENESS_TIMEOUT_SECONDS,
     Candidate,
     Discovery,
-    Heartbeat,
     KeyHeads,
     LockedRow,
     PollRequest,
@@ -57,47 +57,11 @@ MAX_RECORDED = 1_000
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
 
 
-class Store(Protocol):
-    """What the relay needs from the database. Each method raises StoreError if Spanner does not answer or refuses."""
-
-    #: The layouts to poll. `discover` replaces them if the database records others.
-    layouts: Sequence[Layout]
-
-    def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        """Return the unsent tasks that are requested, each once. Takes no locks."""
-
-    def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
-        """Return live workers (unless `workers` is False), topic controls and unknown topics.
-
-        The topics have unsent tasks in `shards` and are not `known`. It returns some of them, at least one if there are
-        any. Without `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
-        """
-
-    def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be."""
-
-    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
-
-    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
-        """Lock the rows, call `decide`, write its changes and commit, in one read-write transaction.
-
-        Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again. With
-        `may_delay`, the commit may wait for --commit-delay.
-        """
-
-    def record_published(self, message_ids: Mapping[str, str]) -> None:
-        """Add published tasks that were cancelled, with their message IDs, to the records of the operators' cancels."""
-
-    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
-        """Write a heartbeat. Delete the rows of the workers in `remove`."""
-
-    def delete_heartbeat(self, worker: str) -> None:
-        """Delete the worker's row."""
-
-
 class SpannerStore:
-    """The store on Spanner. Its reads are strong single-use reads at the request priority, one for each layout."""
+    """What the relay needs from the database. Each method raises StoreError if Spanner does not answer or refuses.
+
+    Its reads are strong single-use reads at the request priority, one for each layout, and take no locks.
+    """
 
     def __init__(
         self,
@@ -119,6 +83,7 @@ class SpannerStore:
         self._before_read = before_read
         self._commit_delay = timedelta(seconds=commit_delay) if commit_delay else None
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
+        #: The layouts to poll. `discover` replaces them if the database records others.
         self.layouts: Sequence[Layout] = (layout,)
 
     @property
@@ -127,7 +92,7 @@ class SpannerStore:
         return self._database
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        """See Store."""
+        """Return the unsent tasks that are requested, each once."""
         parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
         if request.below_priority is not None:
             parameters["below"] = request.below_priority
@@ -140,7 +105,11 @@ class SpannerStore:
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
-        """See Store."""
+        """Return live workers (unless `workers` is False), topic controls and unknown topics.
+
+        The topics have unsent tasks in `shards` and are not `known`. It returns some of them, at least one if there are
+        any. Without `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
+        """
         names = sorted(known)
         parameters = {"lows": ["", *(topic + relay_sql.NEXT_NAME_SUFFIX for topic in names)]}
         parameters["highs"] = [*names, relay_sql.AFTER_ALL_TOPICS]
@@ -166,12 +135,15 @@ class SpannerStore:
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """See Store."""
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be."""
         found = self._query_layouts(relay_sql.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. In the transaction of a claim, this read would lock index ranges."""
+        """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order.
+
+        In the transaction of a claim, this read would lock index ranges.
+        """
         return self._key_heads(relay_sql.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
 
     def _key_heads(self, statement: str, keys: Mapping[TopicKey, int], **more: int) -> KeyHeads:
@@ -185,7 +157,11 @@ class SpannerStore:
         return found
 
     def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
-        """See Store."""
+        """Lock the rows, call `decide`, write its changes and commit, in one read-write transaction.
+
+        Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again. With
+        `may_delay`, the commit may wait for --commit-delay.
+        """
 
         def work(transaction: Any) -> Any:
             locked, now = _lock(transaction, ids, self.request("outbox-claim", LOCK_SECONDS))
@@ -196,7 +172,7 @@ class SpannerStore:
         return committed
 
     def record_published(self, message_ids: Mapping[str, str]) -> None:
-        """See Store."""
+        """Add published tasks that were cancelled, with their message IDs, to the records of the operators' cancels."""
         self._transact(lambda transaction: _record_published(transaction, message_ids, self.request))
 
     def _transact(self, work: Callable[[Any], Any], delay: timedelta | None = None) -> Any:
@@ -212,22 +188,33 @@ class SpannerStore:
                 **PESSIMISTIC,
             )
 
-    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
-        """See Store. One request, a commit without reads.
+    def heartbeat(
+        self,
+        worker: str,
+        started_at: datetime,
+        layouts: Iterable[Layout],
+        *,
+        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
+        info: Mapping[str, object] | None = None,
+        remove: Collection[str] = (),
+    ) -> None:
+        """Write the row of a worker that polls `layouts`, and delete the rows of the workers in `remove`.
+
+        One request, a commit without reads. The worker is then live for `liveness_timeout` seconds. `info` is what it
+        says about itself (`process.info`).
 
         It sets no request priority, and Spanner treats that as high. With a lower priority, an overloaded Spanner could
         delay heartbeats, and other workers would take over the shards.
         """
         with self._store_errors(), self._heartbeat_batch() as batch:
-            polls = ",".join(layout.column for layout in heartbeat.layouts)
-            times = (heartbeat.started_at, COMMIT_TIMESTAMP, heartbeat.liveness_timeout)
-            row = (heartbeat.worker, *times, polls, JsonObject(heartbeat.info))
+            polls = ",".join(layout.column for layout in layouts)
+            row = (worker, started_at, COMMIT_TIMESTAMP, liveness_timeout, polls, JsonObject(info))
             batch.insert_or_update("AsynchronousTaskWorkers", relay_sql.HEARTBEAT_COLUMNS, [row])
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
 
     def delete_heartbeat(self, worker: str) -> None:
-        """See Store."""
+        """Delete the worker's row."""
         with self._store_errors(), self._heartbeat_batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 

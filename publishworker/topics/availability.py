@@ -15,7 +15,7 @@ from random import Random
 
 from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY, TopicControls, problems, stated
-from publishworker.delivery.claim import Claim, Delivered, Kind, TopicHints
+from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.host import Host
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
@@ -84,7 +84,7 @@ class Topics:
     def permit(self, claim: Claim) -> Claim | None:
         """Return the claim with the controls of its topic, or None if the topic is paused. Use tokens of the limit.
 
-        If the topic has failed lately, the claim gets hints. A claim that only defers tasks starts in spite of a pause.
+        If the topic has failed lately, the claim says so. A claim that only defers tasks starts in spite of a pause.
         """
         if claim.kind is Kind.DEFER:
             return self._with_controls(claim)
@@ -107,7 +107,7 @@ class Topics:
 
     def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
-        probes = delivered.claim.hints.probe
+        probes = delivered.claim.probe
         return delivered.at_most_once() if probes or self._circuits.is_closed(delivered.claim.topic) else None
 
     def _with_controls(self, claim: Claim) -> Claim:
@@ -246,12 +246,12 @@ class CircuitBreakers:
         return admitted, dict.fromkeys(self._circuits, 1)
 
     def begin_batch(self, claim: Claim) -> Claim:
-        """Return the claim with its hints. If the circuit is not closed, the batch is a probe."""
+        """Return the claim with its suspects. If the circuit is not closed, the batch is a probe."""
         circuit = self._circuits.get(claim.topic)
         if circuit is not None:
             circuit.probe_at, circuit.last_probe = inf, claim.ids
         suspects = frozenset(id for id in claim.ids if id in self._suspects)
-        return replace(claim, hints=TopicHints(circuit is not None, suspects))
+        return replace(claim, probe=circuit is not None, suspects=suspects)
 
     def is_closed(self, topic: str) -> bool:
         """Tell whether the topic's tasks are published."""
@@ -259,7 +259,7 @@ class CircuitBreakers:
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the circuit from a finished batch. Return a change if it opened or closed, or if a probe failed."""
-        topic, probe, now = delivered.claim.topic, delivered.claim.hints.probe, self._clock()
+        topic, probe, now = delivered.claim.topic, delivered.claim.probe, self._clock()
         circuit, published, failed = self._circuits.get(topic), delivered.published(), delivered.failed()
         kinds = {id: failure_kind(failure.reason) for id, failure in failed.items()}
         outage = [id for id, kind in kinds.items() if kind is FailureKind.OUTAGE]

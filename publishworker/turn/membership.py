@@ -19,9 +19,9 @@ from outbox.base.schedules import RECONNECT
 from outbox.base.values import counted
 from outbox.table.layouts import Layout
 from publishworker.log import ThrottledLog, log
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import StoreError
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
@@ -44,7 +44,7 @@ class Membership:
 
     def __init__(
         self,
-        store: Store,
+        store: SpannerStore,
         worker: str,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -110,14 +110,9 @@ class Membership:
         """Return the seconds until another worker is no longer live, if none of them writes a heartbeat."""
         return max(0.0, self._next_timeout_at - self._clock())
 
-    @property
-    def lapsed(self) -> bool:
-        """Tell whether this process was suspended for so long that it must call `assign` before its next heartbeat."""
-        return self._clock() - max(self._heartbeat_at, self._assigned_at) > self._liveness_timeout
-
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due and the worker has not lapsed. If writes fail, others take over."""
-        if self.seconds_to_heartbeat > 0 or self.lapsed:
+        """Write the heartbeat if it is due. If writes fail, others take over."""
+        if self.seconds_to_heartbeat > 0:
             return
         self._heartbeat_at = self._clock()
         self._failure = None
@@ -130,7 +125,9 @@ class Membership:
         liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
         # Before the first assignment, the worker knows no topic to poll, so it says that it polls no shard.
         info = self.info(self.shards if self._is_assigned else ())
-        self._store.heartbeat(Heartbeat(self._worker, self._started_at, layouts, liveness_timeout, info), self._gone)
+        self._store.heartbeat(
+            self._worker, self._started_at, layouts, liveness_timeout=liveness_timeout, info=info, remove=self._gone
+        )
         self._liveness_timeout = liveness_timeout
 
     def assign(self, workers: Workers) -> None:

@@ -15,7 +15,7 @@ from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import ThrottledLog
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import SpannerStore
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.poller import ReadSize
 from publishworker.types import Candidate, QueuedTask, TopicKey
@@ -46,7 +46,7 @@ class ResolvedKeys:
 class Ordering:
     """Reads the heads of ordering keys. It belongs to the relay's thread."""
 
-    def __init__(self, store: Store, limits: Limits, policy: RetryPolicy, host: Host) -> None:
+    def __init__(self, store: SpannerStore, limits: Limits, policy: RetryPolicy, host: Host) -> None:
         self._store = store
         self._limits = limits
         self._random = host.random

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from publishworker.host import Host
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import TimedOut
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
@@ -29,7 +29,9 @@ class Polled:
 class Poller:
     """Reads ready tasks at each poll, and due tasks while there may be some."""
 
-    def __init__(self, store: Store, membership: Membership, topics: Topics, host: Host, target_rows: int) -> None:
+    def __init__(
+        self, store: SpannerStore, membership: Membership, topics: Topics, host: Host, target_rows: int
+    ) -> None:
         """A poll aims at `target_rows` rows."""
         self._store = store
         self._membership = membership
@@ -65,7 +67,6 @@ class Poller:
         found = [each for each in candidates if each.id not in in_flight]
         self._poll_size.adapt(_by_range(candidates), len(found), room)
         self.known.note_candidates(each.topic for each in candidates)
-        self.known.forget_old(unavailable)
         if part.pairs == request.pairs:  # otherwise the tasks that are due may be in another part
             self.known.may_be_due = any(each.available_at is not None for each in candidates)
         return Polled(found, self._poll_size.cut_off, seconds=self._host.clock() - began)
@@ -220,8 +221,8 @@ class ReadSize:
             self.limit = min(self._max_ranges, self.limit + 1 + self.limit // 10)
 
 
-#: Before a poll and before batches start, workers, layouts and controls are read again if the last read is older than
-#: this. This happens after a long pause, a slow read, or a suspension of the process.
+#: Before batches start, workers, layouts and controls are read again if the last read is older than this. This happens
+#: after a slow read or a suspension of the process.
 MAX_READ_AGE_SECONDS = 2.0
 
 
@@ -234,7 +235,7 @@ class Discoverer:
 
     def __init__(
         self,
-        store: Store,
+        store: SpannerStore,
         membership: Membership,
         topics: Topics,
         poller: Poller,
@@ -249,16 +250,13 @@ class Discoverer:
         self._poller, self._known, self._read_size = poller, poller.known, poller.read_size
         self._clock = clock
         self._seconds = seconds
-        #: When the last read began. A new relay knows no topics, so its first poll reads nothing and needs no controls.
+        #: When the last read began.
         self._read_at = clock()
         self._discovered_at = float("-inf")
         self._discovered_shards: tuple[int, ...] = ()
+        self._failed = False
         #: True from `note_insert` until the next discovery.
         self._insert_reported = False
-        #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
-        self._in_turn = False
-        #: Whether `begin_turn` has discovered and found nothing new. Then `end_turn` does not discover again.
-        self._discovered_nothing = False
 
     @property
     def topics(self) -> frozenset[str]:
@@ -269,49 +267,35 @@ class Discoverer:
         """Note that a task was inserted, perhaps one of an unknown topic."""
         self._insert_reported = True
 
-    def begin_turn(self) -> None:
-        """Discover if the last read is outdated. After a failed turn, read only the controls.
+    def discover_if_due(self, *, idle: bool) -> bool:
+        """Discover every `seconds`, after a change of the worker's shards, and after an insert if the worker is `idle`.
 
-        A reshard may have dropped an index that a discovery reads.
+        If the last discovery failed, refresh first, because a reshard may have dropped an index that it reads. Return
+        whether the next turn must discover again.
         """
-        failed, self._in_turn, self._discovered_nothing = self._in_turn, True, False
-        if failed:
+        if self._failed:
             self._read_at = float("-inf")
             self.read_controls_if_old()
-        if self._is_outdated():
-            # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
-            self._known.forget_old(self._topics.unavailable)
-            self._discovered_nothing = not self._discover()
+        is_time = self._clock() - self._discovered_at >= self._seconds or (self._insert_reported and idle)
+        if not is_time and self._membership.shards == self._discovered_shards:
+            return False
+        # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
+        self._known.forget_old(self._topics.unavailable)
+        self._failed = True
+        again = self._discover()
+        self._failed = False
+        return again
 
     def read_controls_if_old(self) -> None:
         """Read workers, layouts and controls if the last read of them is outdated."""
-        if self._is_outdated():
-            began = self._clock()
+        if (began := self._clock()) - self._read_at > MAX_READ_AGE_SECONDS:
             self._apply(self._store.discover((), ()), began)
 
-    def end_turn(self, *, started_nothing: bool) -> bool:
-        """Discover if it is time. Return whether there are new topics or shards to poll.
-
-        It is time every `seconds`, after a change of the worker's shards, and after a reported insert if this turn had
-        room but started no batch (`started_nothing`).
-        """
-        is_time = (
-            self._clock() - self._discovered_at >= self._seconds
-            or self._membership.shards != self._discovered_shards
-            or (self._insert_reported and started_nothing)
-        )
-        poll_again = is_time and not self._discovered_nothing and self._discover()
-        self._in_turn = False
-        return poll_again
-
-    def _is_outdated(self) -> bool:
-        return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
-
     def _discover(self) -> bool:
-        """Discover. Return whether there are new topics or shards to poll.
+        """Discover. Return whether it has found topics, or other shards for this worker.
 
-        If the discovery has found topics, the next one follows at once, because one read finds at most one new topic
-        between two neighboring known names.
+        The next discovery then follows at once, because one read finds at most one new topic between two neighboring
+        known names.
         """
         shards, known, began = self._membership.shards, self._known.polled, self._clock()
         part = self._poller.shards_for(self._read_size.limit // (len(known) + 1))

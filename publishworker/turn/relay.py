@@ -66,7 +66,8 @@ class Relay:
             self._discoverer.note_insert()
         earlier = self._in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
-        self._discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
+        # Read live workers, controls and new topics.
+        poll_again |= self._discoverer.discover_if_due(idle=not self._in_flight)
         # Leave out the tasks in flight, even if their batches end during the poll: it may have read them before their
         # marks.
         polled = self._poller.poll(self._selector.room, self._in_flight.ids(), self._selector.below_priority)
@@ -74,7 +75,6 @@ class Relay:
         resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
         batches, should_wait = ((), False) if stopping() else self._selector.select(resolved, polled)
         self._start(batches)  # each on a thread of its own
-        poll_again |= self._discoverer.end_turn(started_nothing=not batches and self._in_flight.has_room)
         later = self._in_flight.wait() if should_wait else self._in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)
         return self._end_turn(polled, earlier + later, should_wait=should_wait, poll_again=poll_again)

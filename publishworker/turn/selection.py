@@ -131,9 +131,7 @@ class Selector:
         return deferrals + claims, bool(deferrals or batches or resolved.left_out)
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:
-        places = self._limits.places // (2 if nothing_else else 4)
-        if places == 0:  # less than one: take one in every fourth turn on average, or in each if no task can be sent
-            places = int(nothing_else or self._random.random() < 1 / 4)
+        places = max(1, self._limits.places // 2) if nothing_else else self._limits.places // 4
         return max(0, min(self._in_flight.free, places - self._in_flight.deferring()))
 
     def _batches(

@@ -132,8 +132,6 @@ class Worker:
                 return
             self._touch_file()
             self._report()
-            if self._membership.lapsed:
-                return
             self._membership.heartbeat()
 
     def _note_outage(self, error: StoreError) -> None:

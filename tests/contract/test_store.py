@@ -13,7 +13,7 @@ import pytest
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.types import Discovery, Heartbeat, TopicKey, Workers
+from publishworker.types import Discovery, TopicKey, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
@@ -169,10 +169,10 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
 
     A worker that was silent for an hour may be deleted.
     """
-    harness.store.heartbeat(Heartbeat("here", NOW, ()))
-    harness.store.heartbeat(Heartbeat("here", NOW, ()))
-    harness.store.heartbeat(Heartbeat("quiet", NOW, (), 29))
-    harness.store.heartbeat(Heartbeat("leaving", NOW, ()))
+    harness.store.heartbeat("here", NOW, ())
+    harness.store.heartbeat("here", NOW, ())
+    harness.store.heartbeat("quiet", NOW, (), liveness_timeout=29)
+    harness.store.heartbeat("leaving", NOW, ())
     for name, seconds, liveness_timeout in (("fresh", 5, 14), ("silent", 20, 14), ("late", 20, 50), ("gone", 7200, 14)):
         harness.seen(name, seconds, liveness_timeout)
     workers = discovered(harness).workers
@@ -181,5 +181,5 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
     assert workers.live == {name: pytest.approx(seconds, abs=4) for name, seconds in expected.items()}
     harness.store.delete_heartbeat("leaving")
     harness.store.delete_heartbeat("never came")
-    harness.store.heartbeat(Heartbeat("here", NOW, ()), ["gone", "not there"])
+    harness.store.heartbeat("here", NOW, (), remove=["gone", "not there"])
     assert discovered(harness).workers.live.keys() == {"here", "quiet", "fresh", "late"}

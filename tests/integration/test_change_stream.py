@@ -16,7 +16,6 @@ from publishworker.process.app import open_store
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
-from publishworker.types import Heartbeat
 from tests.support.proxy import Proxy
 from tests.support.relays import register
 from tests.support.spanner import fresh_database, place, variables
@@ -120,7 +119,7 @@ def test_heartbeats_and_the_change_stream_have_connections_of_their_own(
         before = proxy.accepted
         store.discover((), ())
         assert proxy.accepted == before
-        store.heartbeat(Heartbeat("me", datetime.now(UTC), ()))
+        store.heartbeat("me", datetime.now(UTC), ())
         assert proxy.accepted == before + 1
         with store.database.on_own_connection().snapshot() as snapshot:
             assert snapshot.execute_sql("SELECT 1").one() == [1]

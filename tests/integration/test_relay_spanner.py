@@ -18,7 +18,7 @@ from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore, Store
+from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import DatabaseMissing
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
@@ -33,7 +33,7 @@ from tests.support.waiting import eventually
 
 
 def make_relay(
-    database: Database | Store,
+    database: Database | SpannerStore,
     publisher: Publisher | None = None,
     counted: Counted | None = None,
     *,

@@ -34,7 +34,6 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import DatabaseMissing, NotWritten, Refused, StoreError, TimedOut
 from publishworker.turn.relay import Relay
-from publishworker.types import Heartbeat
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import poll_request, relay_of
 from tests.support.spanner import place
@@ -214,7 +213,7 @@ def test_the_request_priority_is_that_of_the_flag(
     ids = prepare(mock, 2, "key")
     store = opened(monkeypatch, request_priority=name)
     assert make_relay(store).turn().published == len(ids)
-    store.heartbeat(Heartbeat("me", datetime.now(UTC), (), info={"host": "node-1"}))
+    store.heartbeat("me", datetime.now(UTC), (), info={"host": "node-1"})
     *sent, heartbeat = [each for each in mock.requests if hasattr(each, "request_options")]
     assert {tag(each) for each in sent} == {"outbox-poll", "outbox-order", "outbox-claim", *INTERVAL_TAGS, ""}
     assert {each.request_options.priority.name for each in sent} == {f"PRIORITY_{(name or 'medium').upper()}"}

@@ -17,7 +17,6 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
-from publishworker.types import Heartbeat
 from tests.support.commands import Commands, row
 from tests.support.console import ORIGIN
 from tests.support.operations import insert, opened
@@ -44,7 +43,7 @@ def live(database: Database, **infos: dict[str, Any] | None) -> None:
 def test_a_heartbeat_carries_the_info(database: Database, outbox: Commands) -> None:
     """As JSON, in the same commit; a worker that is gone is not listed."""
     store = SpannerStore(database, Layout(10))
-    store.heartbeat(Heartbeat("me", datetime.now(UTC), (), info=INFO | {"circuits": [CIRCUIT]}))
+    store.heartbeat("me", datetime.now(UTC), (), info=INFO | {"circuits": [CIRCUIT]})
     gone = datetime.now(UTC) - timedelta(minutes=1)
     with database.batch() as batch:
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [("gone", gone, gone)])

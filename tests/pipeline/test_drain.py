@@ -31,7 +31,6 @@ from publishworker.process import exits
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.write_errors import StoreError, TimedOut
-from publishworker.types import Heartbeat
 from tests.support.operations import FUTURE, insert, limit, pause, row
 from tests.support.pipeline import options, write_received
 from tests.support.processes import Process, children
@@ -63,7 +62,7 @@ def living(settings: RelaySettings, id: str) -> Iterator[None]:
     store, ended = open_store(settings), threading.Event()
 
     def beat() -> None:
-        store.heartbeat(Heartbeat(id, datetime.now(UTC), ()))
+        store.heartbeat(id, datetime.now(UTC), ())
 
     def go_on() -> None:
         while not ended.wait(1):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import SpannerStore
 from tests.simulation.clockwork import Clockwork, Process
 from tests.simulation.spanner import DEFAULT_LATENCIES, Connection, Spanner
 from tests.simulation.table import Table
@@ -22,7 +22,7 @@ class SimulatedHarness(FakeHarness):
         self._fake: Table = spanner.table
         self._process = Process("contract")
         connection: Any = Connection(spanner, self._process)
-        self.store: Store = _Played(self._clockwork, self._process, connection)  # type: ignore[assignment]  # by name
+        self.store: SpannerStore = _Played(self._clockwork, self._process, connection)  # type: ignore[assignment]  # by name
 
     def delete(self, id: str) -> None:
         self._fake.delete(id)

@@ -15,7 +15,6 @@ from grpc import StatusCode
 
 from outbox.admin.reshard import Snapshot
 from publishworker.delivery import marking, rules
-from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
@@ -178,12 +177,12 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "at-most-once tasks are marked first": (rules, "_skip_reason", always(None)),
     "only a probe fails for its topic": (
         CircuitBreakers, "begin_batch",
-        lambda real: lambda self, claim: replace(real(self, claim), hints=TopicHints(probe=True))
+        lambda real: lambda self, claim: replace(real(self, claim), probe=True, suspects=frozenset())
     ),
     "the first outage costs no attempt": (
         CircuitBreakers, "begin_batch",
         lambda real: lambda self, claim: replace(
-            real(self, claim), hints=replace(real(self, claim).hints, suspects=frozenset(claim.ids))
+            real(self, claim), suspects=frozenset(claim.ids)
         )
     ),
     "deferred tasks cost no attempt": (

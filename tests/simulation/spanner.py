@@ -20,7 +20,7 @@ from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.store import Decide
 from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut
-from publishworker.types import Candidate, Discovery, Heartbeat, KeyHeads, PollRequest, RowChange, TopicKey
+from publishworker.types import Candidate, Discovery, KeyHeads, PollRequest, RowChange, TopicKey
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.simulation.table import Table
@@ -335,8 +335,8 @@ class Connection:
     def record_published(self, message_ids: Mapping[str, str]) -> None:
         self._write("record", lambda: self._spanner.record_published(message_ids))
 
-    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
-        self._write("heartbeat", lambda: self._spanner.table.heartbeat(heartbeat, remove))
+    def heartbeat(self, *arguments: Any, **options: Any) -> None:
+        self._write("heartbeat", lambda: self._spanner.table.heartbeat(*arguments, **options))
 
     def delete_heartbeat(self, worker: str) -> None:
         self._write("heartbeat", lambda: self._spanner.table.delete_heartbeat(worker))

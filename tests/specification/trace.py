@@ -16,7 +16,7 @@ from outbox.table.states import is_dead
 from publishworker.delivery.claim import Cancelled, Claim, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.store import Decide, Store
+from publishworker.spanner.store import Decide, SpannerStore
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.turn.relay import Relay
 from publishworker.types import (
@@ -47,9 +47,9 @@ class Trace:
         with self._lock:
             self._write({"step": name, "worker": self._worker, **values})
 
-    def store(self, store: Store) -> Store:
+    def store(self, store: SpannerStore) -> SpannerStore:
         """Return a store for turns, which notes the routes and the key heads that it returns."""
-        return cast(Store, _Reading(store, self.step))
+        return cast(SpannerStore, _Reading(store, self.step))
 
     def batches_of(self, relay: Relay) -> Relay:
         """Let a relay with such a store note the steps of its batches, too, and return it."""
@@ -71,7 +71,7 @@ class Trace:
         tasks, releases = ([[task.id, task.ordering_key] for task in each] for each in (claim.tasks, claim.releases))
         skips_dead = tools.policy.skip_dead
         step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
-        store, publisher = cast(Store, _Store(tools.store.untraced, step)), _Publisher(tools.publisher, step)
+        store, publisher = cast(SpannerStore, _Store(tools.store.untraced, step)), _Publisher(tools.publisher, step)
         return real(claim, tools=replace(tools, store=store, publisher=publisher))
 
 
@@ -79,7 +79,7 @@ Step: TypeAlias = Callable[..., None]
 
 
 class _Reading:
-    def __init__(self, store: Store, step: Step) -> None:
+    def __init__(self, store: SpannerStore, step: Step) -> None:
         self.untraced, self._step = store, step
         self._routes: dict[str, str] = {}
 

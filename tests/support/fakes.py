@@ -28,7 +28,6 @@ from publishworker.types import (
     Deferred,
     Discovery,
     Failed,
-    Heartbeat,
     KeyHeads,
     LockedRow,
     NotSent,
@@ -170,13 +169,20 @@ class FakeStore:
         """Return the seconds for which the worker's heartbeat makes it live, by default as the column's default."""
         return self.liveness_timeout.get(worker, LIVENESS_TIMEOUT_SECONDS)
 
-    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
+    def heartbeat(
+        self,
+        worker: str,
+        _started_at: datetime,
+        layouts: Iterable[Layout],
+        *,
+        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
+        info: Any = None,
+        remove: Collection[str] = (),
+    ) -> None:
         self._answer()
         self.heartbeats += 1
-        worker = heartbeat.worker
-        self.seen_at[worker], self.liveness_timeout[worker] = self.now, heartbeat.liveness_timeout
-        self.polled_by[worker] = tuple(heartbeat.layouts)
-        self.info[worker] = heartbeat.info
+        self.seen_at[worker], self.liveness_timeout[worker] = self.now, liveness_timeout
+        self.polled_by[worker], self.info[worker] = tuple(layouts), info
         for each in remove:
             self.seen_at.pop(each, None)
 

@@ -5,13 +5,13 @@ from itertools import zip_longest
 from random import Random
 from typing import Any
 
-from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
+from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits
@@ -30,7 +30,7 @@ def policy(**values: Any) -> RetryPolicy:
 
 
 def relay_of(
-    store: Store,
+    store: SpannerStore,
     publisher: Publisher,
     client: Client | None = None,
     *,
@@ -68,12 +68,12 @@ def claim_of(
     releases: Iterable[str] = (),
     kind: Kind = Kind.PUBLISH,
     bytes: int = 0,
-    **hints: Any,
+    **more: Any,
 ) -> Claim:
     """Return a claim. Each task in `releases` has the last key."""
     tasks = tuple(ClaimedTask(*pair, shard=3) for pair in zip_longest(ids, keys))
     after = tuple(ClaimedTask(id, tasks[-1].ordering_key, 3) for id in releases)
-    return Claim(topic, tasks, kind, after, bytes, TopicHints(**hints))
+    return Claim(topic, tasks, kind, after, bytes, **more)
 
 
 def poll_request(*topics: str, shards: Iterable[int] = range(10), per_range: int = 100, **more: Any) -> PollRequest:

@@ -13,7 +13,7 @@ from outbox.table.connection import open_database
 from outbox.table.controls import COLUMNS, TopicControls
 from outbox.table.ddl import added_layout
 from outbox.table.layouts import Layout
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import SpannerStore
 from publishworker.types import TopicKey
 from tests.support import real
 from tests.support.fakes import FakeStore, serialized
@@ -26,7 +26,7 @@ class FakeHarness:
 
     def __init__(self) -> None:
         self._fake = FakeStore()
-        self.store: Store = self._fake
+        self.store: SpannerStore = self._fake
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         self._fake.insert(id, topic, serialized(), **columns)
@@ -109,5 +109,5 @@ class SpannerHarness:
 Harness = FakeHarness | SpannerHarness
 
 
-def poll_ids(store: Store, *topics: str, **options: Any) -> list[str]:
+def poll_ids(store: SpannerStore, *topics: str, **options: Any) -> list[str]:
     return [each.id for each in store.poll(poll_request(*topics, **options))]

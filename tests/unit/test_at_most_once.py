@@ -181,7 +181,6 @@ def test_an_undecodable_or_expired_task_is_dead_without_a_mark(bench: Bench) -> 
 
 def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.insert("a", at_most_once=True)
-    bench.relay.turn()
     stop = iter([False, True])
     bench.relay.turn(lambda: next(stop, True))
     bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop

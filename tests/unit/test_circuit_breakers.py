@@ -29,7 +29,7 @@ class Watch(CircuitBreakers):
     def probe(self, outcome: Answer) -> None:
         self.seconds += self.seconds_to_probe() or 0
         batch = self.next("probe")
-        assert batch.hints.probe
+        assert batch.probe
         self.ended(batch, probe=outcome)
 
     def next(self, *ids: str) -> Claim:
@@ -92,7 +92,7 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     ids = [str(n) for n in range(availability.MAX_SUSPECTS + 10)]
     watch.fail(AWAY, *ids)
     watch.probe(Published("1"))
-    assert watch.next(*ids).hints.suspects == set(ids[10:])
+    assert watch.next(*ids).suspects == set(ids[10:])
     watch.fail(AWAY, "a")
     watch.seconds += FORGET_TOPIC_SECONDS + 2
     watch.forget_old()

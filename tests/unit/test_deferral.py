@@ -112,7 +112,6 @@ def test_nothing_is_deferred_behind_a_head_that_has_changed(
     bench = Bench(skip_dead=True)
     bench.line("head", "a")
     bench.change("head", available_at=bench.store.now + HOUR)
-    bench.relay.turn()
     overtake(bench, lambda: act(bench))
     bench.relay.turn()
     assert bench.count(m.DEFERRED) == 0

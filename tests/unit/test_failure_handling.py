@@ -40,7 +40,7 @@ def attempts(bench: Bench) -> int:
 def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench: Bench) -> None:
     bench.insert("good", "bad")
     bench.publisher.failing["bad"] = ODD
-    assert [turn.recorded for turn in bench.turns()] == [0, 1, 0]
+    assert [turn.recorded for turn in bench.turns()] == [1, 0]
     assert bench.store.claimed == {"good": 1, "bad": 1}
     good, bad = bench.store.rows["good"], bench.store.rows["bad"]
     assert good.sent_at is not None
@@ -94,7 +94,7 @@ def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None
     """However often its tasks failed, none is dead before it is a day old. Then all are sent and clean."""
     bench.insert(*[str(n) for n in range(30)], topic="missing", created_at=bench.store.now)
     bench.run_for(3600, step=5)
-    assert max(row.attempts for row in bench.store.rows.values()) >= 3
+    assert max(row.attempts for row in bench.store.rows.values()) >= 2
     assert "dead" not in states(bench).values()
     bench.publisher.topics.add(MISSING)
     bench.run_for(2 * 3600, step=60)
@@ -107,7 +107,7 @@ def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
     bench.insert("bad")
     bench.publisher.failing["bad"] = REFUSED
     bench.commits(StoreError("deadline exceeded"))
-    assert [bench.relay.turn().made_progress, bench.relay.turn().made_progress] == [True, False]  # a topic was found
+    assert bench.relay.turn().failed == 1
     assert (states(bench), bench.count(m.DEAD)) == ({"bad": "ready"}, 0)
     bench.turns()
     assert (states(bench), bench.count(m.DEAD)) == ({"bad": "dead"}, 1)

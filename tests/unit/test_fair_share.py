@@ -15,7 +15,6 @@ def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:  # OU
     bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)
     bench.insert(*[f"high{n}" for n in range(10)], priority=100)
     assert bench.relay.turn().made_progress
-    bench.relay.turn()
     assert {f"high{n}" for n in range(10)} <= set(bench.publisher.ids())
     assert (before := len(bench.publisher.ids())) <= 100
     bench.insert("high", priority=100)

@@ -31,7 +31,7 @@ def test_a_refused_task_is_tried_less_and_less_often(
     bench.store.refused.add("bad")
     times = attempts(bench, "bad", 400)
     pauses = [after - before for before, after in pairwise(times)]
-    assert pauses == sorted(pauses)
+    assert all(later >= earlier - 1 for earlier, later in pairwise(pauses))  # jitter
     assert pauses[-1] >= 29
     assert pauses[0] == 1 or once
     assert bench.publisher.ids() == ([] if once else ["bad"])

@@ -80,7 +80,6 @@ def test_a_failed_commit_is_marked_later_without_publishing_again(bench: Bench, 
 def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     """No insert and no due time would report them after a long pause."""
     bench.insert("a")
-    bench.relay.turn()
     bench.commits(*[NO_ANSWER] * 100)
     for seconds in (0, 31, 31):  # published; then only marks and probes, which fail as well
         bench.wait(seconds)
@@ -134,8 +133,7 @@ def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:
 
 def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
     bench.insert("a")
-    bench.relay.turn()
-    assert bench.relay.turn(lambda: True).published == 0
+    assert bench.relay.turn(lambda: True).polled == 1
     assert bench.publisher.ids() == []
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.rules import should_record
 from publishworker.types import Failed, LockedRow, NotSent
-from tests.support.parts import policy
+from tests.support.parts import claim_of, policy
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)
@@ -108,12 +107,12 @@ def test_last_error_has_at_most_a_thousand_characters(character: str, length: in
 @pytest.mark.parametrize("suspect", [False, True])
 def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool) -> None:
     """The other failures open the circuit. Another task that is suspect changes nothing."""
-    hints = TopicHints(probe=probe, suspects=frozenset({"b", *(["a"] if suspect else [])}))
+    claim = claim_of("orders", "a", probe=probe, suspects=frozenset({"b", *(["a"] if suspect else [])}))
     # A missing or closed topic costs its probes. An outage costs a task that has met one, if its batch
     # is no probe. A failure that no message can cause is recorded on no task.
     met_again = suspect and not probe
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)
     expected |= dict.fromkeys(("resource_exhausted", "unauthenticated", "credentials"), False)
-    recorded = {reason: should_record(hints, "a", Failed(reason, "?")) for reason in expected}
+    recorded = {reason: should_record(claim, "a", Failed(reason, "?")) for reason in expected}
     assert recorded == expected

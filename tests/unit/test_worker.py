@@ -186,9 +186,9 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
     beats: list[float] = []
     heartbeat = script.store.heartbeat
 
-    def noted(*arguments: Any) -> None:
+    def noted(*arguments: Any, **options: Any) -> None:
         beats.append(script.stop.seconds)
-        heartbeat(*arguments)
+        heartbeat(*arguments, **options)
 
     script.store.heartbeat = noted
     script.run(interval=30, beats=True)
