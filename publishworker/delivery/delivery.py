@@ -15,7 +15,7 @@ from publishworker.delivery.claim import Cancelled, Claim, Delivered, MarkState,
 from publishworker.delivery.marking import MarkRetry, SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
-from publishworker.pubsub.publisher import Publisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import Decide, SpannerStore
 from publishworker.spanner.write_errors import Refused, StoreError
 from publishworker.types import (
@@ -45,7 +45,7 @@ class Tools:
     """What every delivery works with."""
 
     store: SpannerStore
-    publisher: Publisher
+    publisher: PubSubPublisher
     policy: RetryPolicy
     #: What all batches share when they mark again.
     marking: SharedMarking

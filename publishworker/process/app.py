@@ -31,7 +31,7 @@ from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_c
 from publishworker.process.info import worker_info
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.messages import topic_filter
-from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.grants import verify_grants
@@ -201,7 +201,7 @@ def run_on_thread(
 def relay_of(
     settings: RelaySettings,
     store: SpannerStore,
-    publisher: Publisher,
+    publisher: PubSubPublisher,
     membership: Membership,
     *,
     metrics: Metrics,

@@ -22,7 +22,7 @@ from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.messages import topic_filter
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import topics_in_use
+from publishworker.spanner.unsent import topics_to_send
 from publishworker.spanner.write_errors import describe
 from publishworker.topics.availability import split_valid
 
@@ -74,7 +74,8 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)
-    topics_to_send, ordered = topics_in_use(store)
+    to_send = topics_to_send(store)
+    ordered = [topic for topic, has_keys in to_send.items() if has_keys]
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
@@ -86,7 +87,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
         if to := valid[topic].publish_to:
             yield "ok", f"messages of topic {topic} go to {to}"
     yield from (("wrong", sentence) for sentence in invalid.values())
-    used = topics_to_send | {topic for topic, row in controls.items() if row != NO_CONTROLS}
+    used = {*to_send, *(topic for topic, row in controls.items() if row != NO_CONTROLS)}
     topics |= {controls.get(topic, NO_CONTROLS).publish_to or topic for topic in used}
 
 

@@ -109,5 +109,4 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=rows, default=100_000, help="Tasks to load, at least 100; default 100000.")
     parser.add_argument("--keep", action="store_true", help="Keep the database for inspection.")
     parser.add_argument("--yes", action="store_true", help="Create the database without confirmation.")
-    parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
-    parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")
+    parser.add_argument("--json", action="store_true", help="Print the result and the query plans as JSON.")

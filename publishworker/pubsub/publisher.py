@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -27,23 +27,6 @@ from publishworker.types import Answer, Failed, LockedRow, Published
 #: sent alone in its next batch. The oldest IDs are forgotten. OUT-DELAY-1: if Pub/Sub takes longer than half of the
 #: publish timeout, one message that it refuses would otherwise hold back its batch.
 MAX_SEND_ALONE = 10_000
-
-
-class Publisher(Protocol):
-    """The publisher that the relay needs."""
-
-    def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
-    ) -> dict[str, Answer]:
-        """Return Published or Failed for each row that was tried within `seconds`. Raises nothing.
-
-        Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
-        after the other. Rows behind a failure are not tried. Rows with IDs in `alone` share no request, so that no
-        other row fails with them.
-        """
-
-    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        """Return the failures of rows that can never be published. Sends nothing."""
 
 
 class PubSubPublisher:
@@ -75,10 +58,12 @@ class PubSubPublisher:
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
-        """See Publisher. All requests share one deadline. They are sent concurrently, except those of one ordering key.
+        """Return Published or Failed for each row that was tried within `seconds`. Raises nothing.
 
-        A later request starts only if at least half of the time remains, so a healthy message never times out because
-        it started late.
+        Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
+        after the other. Rows behind a failure are not tried. Rows with IDs in `alone` share no request, so that no
+        other row fails with them. All other requests are sent concurrently. A later request starts only if at least
+        half of the time remains, so a healthy message never times out because it started late.
         """
         name = topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
@@ -96,7 +81,7 @@ class PubSubPublisher:
         return failed | call.answers
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        """See Publisher."""
+        """Return the failures of rows that can never be published. Sends nothing."""
         name = topic_name(topic, self._project)
         valid, failed = self._prepared(name, rows)
         for id, message in valid:

@@ -10,7 +10,7 @@ from outbox.errors import NotReached, OutboxError
 from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
 from publishworker.pubsub.failures import FailureKind, failure_kind
-from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow
 
 #: Seconds for the publish requests of one attempt.
@@ -25,7 +25,7 @@ def opened(settings: PubSubSettings, topic: str) -> Send:
     return partial(send, PubSubPublisher(open_pubsub(settings), settings.project, create_command=create_command), topic)
 
 
-def send(publisher: Publisher, topic: str, messages: Sequence[Message]) -> Mapping[str, str]:
+def send(publisher: PubSubPublisher, topic: str, messages: Sequence[Message]) -> Mapping[str, str]:
     """Publish all messages, and return why Pub/Sub refuses some of them, by ID. See `outbox.admin.resend.Send`.
 
     After a failure, it goes on with the first message of each key that is not published. So it skips only messages that

@@ -158,16 +158,10 @@ HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds"
 
 # For `drain` and `check`, which read no rows of the table.
 _LEFT_TO_SEND = " OR ".join(range_ for state in LEFT_TO_SEND for range_ in RANGES[state])
-#: A row for each shard and topic with a task that workers send without an operator.
-ANY_TO_SEND = f"""
-SELECT found FROM {EACH_TOPIC}, UNNEST(ARRAY(
-  SELECT 1 FROM {TO_SEND} WHERE {OF_TOPIC} AND ({_LEFT_TO_SEND}) LIMIT 1)) AS found"""
-#: Whether there is such a task, and one with a key, among the first tasks of each shard and topic.
-TOPICS_IN_USE = f"""
-SELECT of_topic, LOGICAL_OR(task.to_send), LOGICAL_OR(task.ordered) FROM {EACH_TOPIC}, UNNEST(ARRAY(
-  SELECT AS STRUCT {_LEFT_TO_SEND} AS to_send, OrderingKey IS NOT NULL AS ordered FROM {TO_SEND}
-  WHERE {OF_TOPIC}
-  ORDER BY {TO_SEND_ORDER} LIMIT 100)) AS task
+#: The topics with tasks that workers send without an operator, and whether the first of them in a shard have keys.
+TOPICS_TO_SEND = f"""
+SELECT of_topic, LOGICAL_OR(ordered) FROM {EACH_TOPIC}, UNNEST(ARRAY(
+  SELECT OrderingKey IS NOT NULL FROM {TO_SEND} WHERE {OF_TOPIC} AND ({_LEFT_TO_SEND}) LIMIT 100)) AS ordered
 GROUP BY of_topic"""
 
 

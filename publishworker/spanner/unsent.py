@@ -1,7 +1,6 @@
 """Tells whether any unsent task is left to send, and of which topics. No turn of the relay needs this."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 from outbox.table.controls import TopicControls, problems
 from outbox.table.layouts import by_layout
@@ -21,18 +20,13 @@ def any_to_send(store: SpannerStore, shards: Iterable[int] | None = None, *, mis
     paused = {topic for topic, row in controls.items() if row.paused}
     invalid = {topic for topic, row in controls.items() if problems(TopicControls(publish_to=row.publish_to))}
     topics = (topics & invalid if misrouted else topics - invalid) - paused
-    return bool(_read(store, relay_sql.ANY_TO_SEND, shards, topics))
+    return bool(_topics_to_send(store, shards, topics))
 
 
-def topics_in_use(store: SpannerStore) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the topics with pending or retrying tasks, and those with keys, by the first tasks of each shard.
-
-    Raises StoreError.
-    """
+def topics_to_send(store: SpannerStore) -> dict[str, bool]:
+    """Return the topics with pending or retrying tasks, and whether the first of these have keys. Raises StoreError."""
     shards = store.layouts[0].ids
-    found = _read(store, relay_sql.TOPICS_IN_USE, shards, _unsent_topics(store, shards)[0])
-    to_send = frozenset(topic for topic, is_left, _ in found if is_left)
-    return to_send, frozenset(topic for topic, _, has_keys in found if has_keys)
+    return _topics_to_send(store, shards, _unsent_topics(store, shards)[0])
 
 
 def _unsent_topics(store: SpannerStore, shards: Collection[int]) -> tuple[frozenset[str], Mapping[str, TopicControls]]:
@@ -44,10 +38,11 @@ def _unsent_topics(store: SpannerStore, shards: Collection[int]) -> tuple[frozen
         known |= found.topics
 
 
-def _read(store: SpannerStore, statement: str, shards: Iterable[int], topics: Collection[str]) -> list[Any]:
-    found: list[Any] = []
+def _topics_to_send(store: SpannerStore, shards: Iterable[int], topics: Collection[str]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
     for each in by_layout(shards if topics else ()):
         values = parameters({"shards": each.numbers, "topics": sorted(topics)})
+        request = store.request("outbox-unsent", READ_SECONDS)
         with store.reading() as snapshot:
-            found += snapshot.execute_sql(each.sql(statement), **values, **store.request("outbox-unsent", READ_SECONDS))
+            found |= dict(map(tuple, snapshot.execute_sql(each.sql(relay_sql.TOPICS_TO_SEND), **values, **request)))
     return found

@@ -29,7 +29,7 @@ from publishworker.process.app import open_store, relay_of
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.spanner.unsent import topics_in_use
+from publishworker.spanner.unsent import topics_to_send
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -95,7 +95,7 @@ class OutboxRelay:
             now = min(now, LATEST).astimezone(UTC)
         self._now = None  # the next reads use the time that they read as their timestamp
         controls = self._store.discover((), ()).controls
-        for topic in topics_in_use(self._store)[0]:
+        for topic in topics_to_send(self._store):
             to = controls.get(topic, NO_CONTROLS).publish_to or topic
             if not problems(TopicControls(publish_to=to)):
                 self._subscribe(topic_name(to, self._settings.project))

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Claim, Delivered, Kind, Unmarked
@@ -23,8 +22,6 @@ STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
 MAX_COUNTED_SECONDS = 45.0
-#: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
-JOIN_SECONDS = 30.0
 #: Seconds between two checks for stuck batches during a wait without a time limit. Each also calls `Host.progress`.
 WATCH_SECONDS = 1.0
 #: Max seconds that a turn waits for its batches. Then the turn ends, so that the worker can send its heartbeat.
@@ -206,8 +203,8 @@ class InFlight:
     def _wait(self, enough: Callable[[Sequence[Delivered]], bool], max_seconds: float | None = None) -> list[Delivered]:
         """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
 
-        If a batch raised an exception, raise it (see `_fail`). Without `max_seconds`, raises StuckBatch if a batch does
-        not end.
+        If a batch raised an exception, pass on the reports so far, and raise it. Without `max_seconds`, raises
+        StuckBatch if a batch does not end.
         """
         reports: list[Delivered] = []
         end = None if max_seconds is None else self._clock() + max_seconds
@@ -225,7 +222,11 @@ class InFlight:
             if entry not in self._running:  # the batch was removed before: it left nothing unmarked, or was stuck
                 continue
             if isinstance(report, BaseException):
-                self._fail(report, reports)
+                del self._running[entry]
+                self._give_up(entry)
+                for each in reports:
+                    self._reporter.report_batch(each)
+                raise report
             if report is None or (isinstance(report, Delivered) and not report.unmarked):
                 del self._running[entry]
             entry.reported = True
@@ -234,15 +235,6 @@ class InFlight:
             elif report is not None:
                 self._reporter.report_later(report)
         return reports
-
-    def _fail(self, error: BaseException, reports: Sequence[Delivered]) -> NoReturn:
-        """Pass on the reports so far, wait up to JOIN_SECONDS for the other batches, and raise the error."""
-        for each in reports:
-            self._reporter.report_batch(each)
-        end = self._clock() + JOIN_SECONDS
-        for thread in self._running.values():
-            thread.join(max(0.0, end - self._clock()))
-        raise error
 
     def report_in_doubt(self) -> None:
         """Report what is in doubt if the process ends before the batches do. Callable on any thread."""

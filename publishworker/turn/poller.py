@@ -18,10 +18,9 @@ from publishworker.types import FORGET_TOPIC_SECONDS, MAX_POLL_ROWS, Candidate, 
 
 @dataclass(frozen=True, slots=True)
 class Polled:
-    """The candidates of one poll. `cut_off` holds the topics that may have more tasks than the poll read."""
+    """The candidates of one poll."""
 
     candidates: Sequence[Candidate] = ()
-    cut_off: frozenset[str] = frozenset()
     #: The seconds that the poll took, or None if it read nothing.
     seconds: float | None = None
 
@@ -60,8 +59,7 @@ class Poller:
             below_priority=below_priority,
         )
         part = self._part(request)
-        self._poll_size.lower_to(MAX_POLL_ROWS // max(1, part.ranges))
-        part = replace(part, per_range=self._poll_size.per_range)
+        part = replace(part, per_range=max(1, min(part.per_range, MAX_POLL_ROWS // max(1, part.ranges))))
         with self.read_size.reading(part.ranges):
             candidates = self._store.poll(part) if part.topics else []
         found = [each for each in candidates if each.id not in in_flight]
@@ -69,7 +67,7 @@ class Poller:
         self.known.note_candidates(each.topic for each in candidates)
         if part.pairs == request.pairs:  # otherwise the tasks that are due may be in another part
             self.known.may_be_due = any(each.available_at is not None for each in candidates)
-        return Polled(found, self._poll_size.cut_off, seconds=self._host.clock() - began)
+        return Polled(found, seconds=self._host.clock() - began)
 
     def shards_for(self, number: int) -> tuple[int, ...]:
         """Return the worker's shards, or `number` of them, drawn at random. Later reads cover the others.
@@ -121,22 +119,15 @@ class PollSize:
     def __init__(self, target: int, shards: int) -> None:
         self._target = target
         self.per_range = max(1, -(-target // max(1, shards)))  # the first poll assumes that one topic has all tasks
-        #: The topics that may have more tasks than the last poll read.
-        self.cut_off: frozenset[str] = frozenset()
-
-    def lower_to(self, per_range: int) -> None:
-        """Lower the max rows of each range, because all ranges together have too many."""
-        self.per_range = max(1, min(self.per_range, per_range))
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], found: int, room: int) -> None:
         """Adapt to the last poll: the rows of each range, how many tasks it `found`, and how many may start (`room`).
 
         If the poll read a range a second time, for lower priorities, the range may have more rows than `per_range`.
         """
-        self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)
         if sum(min(count, self.per_range) for count in by_range.values()) > 2 * self._target:
             self.per_range = max(1, self.per_range // 2)
-        elif self.cut_off and found < room:
+        elif found < room and any(count >= self.per_range for count in by_range.values()):
             self.per_range = min(self._target, self.per_range * 2)
 
 

@@ -73,7 +73,7 @@ class Relay:
         polled = self._poller.poll(self._selector.room, self._in_flight.ids(), self._selector.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
-        batches, should_wait = ((), False) if stopping() else self._selector.select(resolved, polled)
+        batches, should_wait = ((), False) if stopping() else self._selector.select(resolved)
         self._start(batches)  # each on a thread of its own
         later = self._in_flight.wait() if should_wait else self._in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)

@@ -16,7 +16,6 @@ from publishworker.delivery.claim import Claim, ClaimedTask, Delivered
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import MAX_IN_FLIGHT_BYTES, InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.turn.poller import Polled
 from publishworker.types import Candidate
 
 
@@ -61,9 +60,9 @@ class FairShare:
     def count(self, batches: int, given: int, highest: int | None) -> None:
         """Count the `batches` that start, `given` of them for lower priorities.
 
-        `highest` is the highest priority, or None if all tasks have started, because then no priority waits. The owed
-        batches have a max, because they would grow for as long as no task of lower priority waits. If a poll finds no
-        task of a lower priority, the share is kept for the next turn.
+        `highest` is the highest priority of all candidates. The owed batches have a max, because they would grow for as
+        long as no task of lower priority waits. If a poll finds no task of a lower priority, the share is kept for the
+        next turn.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -99,13 +98,13 @@ class Selector:
         claims = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
         return claims[: self._in_flight.free]
 
-    def select(self, resolved: ResolvedKeys, polled: Polled) -> tuple[Sequence[Claim], bool]:
+    def select(self, resolved: ResolvedKeys) -> tuple[Sequence[Claim], bool]:
         """Return the batches to start, and whether the turn should wait for a batch to end, as more may then start.
 
         Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
         deferrals, each poll would return the same blocked tasks.
         """
-        in_flight, cut_off = self._in_flight, polled.cut_off
+        in_flight = self._in_flight
         if not in_flight.has_room:
             return (), True
         deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
@@ -120,14 +119,8 @@ class Selector:
         batches = for_lower + self._batches(others, deferrals + for_lower, allowed)
         bytes_used = in_flight.bytes_in_flight()
         claims = fitting(batches, MAX_IN_FLIGHT_BYTES - bytes_used, alone=not bytes_used)
-        # Topics in `allowed` have a limit or an open circuit. Their tasks do not count as left, because they do not
-        # wait for a place.
-        started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
-        startable = sum(each.task_count for each in candidates if each.topic not in allowed)
-        tasks_left = bool(cut_off - allowed.keys()) or started < startable
-        highest = max((each.priority for each in candidates), default=None)
         given = sum(any(claim is each for each in claims) for claim in for_lower)
-        self._fair_share.count(len(claims), given, highest if tasks_left else None)
+        self._fair_share.count(len(claims), given, max((each.priority for each in candidates), default=None))
         return deferrals + claims, bool(deferrals or batches or resolved.left_out)
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:

@@ -10,7 +10,6 @@ from random import Random
 from outbox.base.schedules import OUTAGE, TURN, Backoff
 from publishworker.log import log
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
-from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
@@ -22,7 +21,7 @@ MAX_MISSING_SECONDS = 300.0
 class Worker:
     """Runs turns until it is stopped. All its state belongs to the thread that calls `run`.
 
-    If it is stopped, or a batch is stuck, it deletes its heartbeat and waits for the in-flight batches.
+    When it ends, it deletes its heartbeat and waits for the in-flight batches.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class Worker:
         """
         try:
             self._run_turns(stop, until)
-        except StuckBatch:
-            with contextlib.suppress(StuckBatch):
+        except Exception:
+            with contextlib.suppress(Exception):
                 self._shut_down()
             raise
         self._shut_down()

@@ -7,7 +7,7 @@ import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.pubsub import open_pubsub
-from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription
@@ -21,7 +21,7 @@ MISSING = "projects/test-project/topics/missing"
 class FakeHarness:
     def __init__(self) -> None:
         self.topic = "projects/test-project/topics/orders"
-        self.publisher: Publisher = FakePublisher("orders")
+        self.publisher: PubSubPublisher = FakePublisher("orders")
 
     def received(self, count: int) -> list[Any]:
         assert isinstance(self.publisher, FakePublisher)
@@ -32,7 +32,7 @@ class FakeHarness:
 class PubSubHarness:
     def __init__(self, topic: str, subscription: Subscription) -> None:
         self.topic = topic
-        self.publisher: Publisher = PubSubPublisher(open_pubsub(place()), "test-project")
+        self.publisher: PubSubPublisher = PubSubPublisher(open_pubsub(place()), "test-project")
         self._subscription = subscription
 
     def received(self, count: int) -> list[Any]:

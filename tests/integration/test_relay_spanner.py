@@ -16,7 +16,7 @@ from outbox.program.pubsub import open_pubsub
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import DatabaseMissing
@@ -34,7 +34,7 @@ from tests.support.waiting import eventually
 
 def make_relay(
     database: Database | SpannerStore,
-    publisher: Publisher | None = None,
+    publisher: PubSubPublisher | None = None,
     counted: Counted | None = None,
     *,
     size: int = 50,

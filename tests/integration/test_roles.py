@@ -19,7 +19,7 @@ from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import CANCELLED, NEVER, STATES
 from publishworker.spanner import store as spanner_store
-from publishworker.spanner.unsent import any_to_send, topics_in_use
+from publishworker.spanner.unsent import any_to_send, topics_to_send
 from publishworker.types import Deferred, NotSent, Published, TopicKey
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
@@ -74,7 +74,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Published("3")})
     store.heartbeat("me", datetime.now(UTC), (), remove=["gone"])
     store.delete_heartbeat("me")
-    any_to_send(store), topics_in_use(store), backlog.read_unsent(TaskTable(store.database))
+    any_to_send(store), topics_to_send(store), backlog.read_unsent(TaskTable(store.database))
     allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []
     without = {**allowed, ("UPDATE", "AsynchronousTasks"): allowed["UPDATE", "AsynchronousTasks"] - {"Attempts"}}

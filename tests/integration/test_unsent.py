@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.spanner.unsent import any_to_send, topics_in_use
+from publishworker.spanner.unsent import any_to_send, topics_to_send
 from tests.support.operations import OF_STATES, insert, row
 from tests.support.parts import poll_request
 from tests.support.store_harness import SpannerHarness
@@ -44,18 +44,18 @@ def test_pending_and_retrying_tasks_are_work(database: Database, harness: Spanne
     for state, columns in ((state, columns) for state, of in OF_STATES.items() for columns in of):
         insert(database, [row("a", **columns | {"OrderingKey": "same-shard"})])
         assert any_to_send(harness.store) == (state in ("pending", "retrying")), columns
-        assert topics_in_use(harness.store)[0] - {"orders"} == {"paused"}
+        assert topics_to_send(harness.store).keys() - {"orders"} == {"paused"}
         harness.delete("a")
 
 
-def test_topics_in_use_have_tasks_to_send_or_ordering_keys(harness: SpannerHarness) -> None:
+def test_the_topics_to_send_and_whether_their_tasks_have_keys(harness: SpannerHarness) -> None:
     """`check` asks Pub/Sub for these topics, and warns of ordering keys without an endpoint of one region."""
     harness.insert("ready", topic="ready")
     harness.insert("retrying", topic="retrying", available_at=FUTURE, attempts=1, ordering_key="key")
     harness.insert("scheduled", topic="scheduled", available_at=FUTURE, ordering_key="key")
     harness.insert("dead", topic="dead", available_at=NEVER)
     harness.insert("sent", topic="sent", sent_at=PAST, ordering_key="key")
-    assert topics_in_use(harness.store) == ({"ready", "retrying"}, {"retrying", "scheduled"})
+    assert topics_to_send(harness.store) == {"ready": False, "retrying": True}
 
 
 def test_only_the_requested_shards_are_read(harness: SpannerHarness) -> None:

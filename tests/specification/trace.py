@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 from outbox.table.states import is_dead
 from publishworker.delivery.claim import Cancelled, Claim, Unmarked
 from publishworker.delivery.delivery import Delivery
-from publishworker.pubsub.publisher import Publisher
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import Decide, SpannerStore
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.turn.relay import Relay
@@ -121,7 +121,7 @@ class _Store(_Reading):
 
 
 class _Publisher:
-    def __init__(self, publisher: Publisher, step: Step) -> None:
+    def __init__(self, publisher: PubSubPublisher, step: Step) -> None:
         self._publisher, self._step = publisher, step
         self.refusals = publisher.refusals
 

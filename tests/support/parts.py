@@ -10,8 +10,6 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
-from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits
@@ -30,8 +28,8 @@ def policy(**values: Any) -> RetryPolicy:
 
 
 def relay_of(
-    store: SpannerStore,
-    publisher: Publisher,
+    store: Any,  # by its methods, such as a FakeStore
+    publisher: Any,
     client: Client | None = None,
     *,
     size: int = 10,

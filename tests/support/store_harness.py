@@ -26,7 +26,7 @@ class FakeHarness:
 
     def __init__(self) -> None:
         self._fake = FakeStore()
-        self.store: SpannerStore = self._fake
+        self.store: Any = self._fake
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         self._fake.insert(id, topic, serialized(), **columns)

@@ -301,7 +301,6 @@ def test_a_shell_reads_the_completion_script(shell: str, capsys: pytest.CaptureF
     [
         (cli.main, ["completion", "bash"], "shtab", "operators"),
         (cli.main, ["console", *PLACE], "uvicorn", "console"),
-        (publishworker.main, ["verify", *PLACE, "--report", "page.html"], "jinja2", "worker"),
     ],
 )
 def test_a_command_without_its_extra_says_what_to_install(  # noqa: PLR0917 - parameters and fixtures
@@ -314,16 +313,6 @@ def test_a_command_without_its_extra_says_what_to_install(  # noqa: PLR0917 - pa
         f"needs {package}. Install it: pip install 'spanner-outbox[{extra}]' "
         f"(before the first release: '/path/to/the/clone[{extra}]')\n"
     )
-
-
-def test_a_verification_without_a_report_needs_no_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.delitem(sys.modules, "publishworker.process.verify.command", raising=False)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert publishworker.main(["verify", *PLACE]) == 2
-    assert "Not a terminal. Pass --yes" in capsys.readouterr().err
 
 
 def test_prefixes_become_full_ids(monkeypatch: pytest.MonkeyPatch):

@@ -169,7 +169,7 @@ def test_a_process_that_was_paused_has_no_stuck_batch(slow: SlowPublisher) -> No
     assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1
 
 
-def test_a_defect_is_raised_after_the_other_batches_have_ended(slow: SlowPublisher) -> None:
+def test_a_defect_is_raised_and_the_other_batches_end(slow: SlowPublisher) -> None:
     publish = slow.publish
 
     def fail(topic: str, *arguments: Any) -> Any:
@@ -183,6 +183,7 @@ def test_a_defect_is_raised_after_the_other_batches_have_ended(slow: SlowPublish
     bench.insert("b")
     with pytest.raises(ZeroDivisionError):
         bench.turns()
+    bench.relay.finish()
     assert bench.unsent() == ["a"]
 
 

@@ -158,10 +158,11 @@ def test_the_heartbeat_file_is_written_while_idle_and_during_outages() -> None:
 
 
 @pytest.mark.parametrize("others", [None, StuckBatch([claim_of("invoices", "b")], 122)])
-def test_a_stuck_batch_ends_the_worker_after_the_others(others: StuckBatch | None) -> None:
+@pytest.mark.parametrize("error", [StuckBatch([claim_of("orders", "a")], 121), ZeroDivisionError("a defect")])
+def test_an_error_ends_the_worker_after_its_batches(error: Exception, others: StuckBatch | None) -> None:
     """The worker leaves its shards first; then the caller gets the error, also if another batch is stuck."""
-    script = Script(StuckBatch([claim_of("orders", "a")], 121), end=others)
-    with pytest.raises(StuckBatch, match="1 task of topic orders has begun no transaction for 121 s"):
+    script = Script(error, end=others)
+    with pytest.raises(type(error), match=r"1 task of topic orders has begun no transaction for 121 s|a defect"):
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.seen_at == {}

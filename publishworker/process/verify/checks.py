@@ -224,7 +224,8 @@ def _tasks_per_second(scratch: Scratch, commits: _Commits, **changed: Any) -> fl
     scratch.register(topic, count)
     store = open_store(settings)
     membership, metrics = Membership(store, "verify"), Metrics(commits)
-    relay = relay_of(settings, store, _InstantPublisher(), membership, metrics=metrics, host=Host())
+    publisher: Any = _InstantPublisher()
+    relay = relay_of(settings, store, publisher, membership, metrics=metrics, host=Host())
     sent, began = 0, time.monotonic()
     while sent < count and time.monotonic() - began < 120:
         sent += relay.turn().published

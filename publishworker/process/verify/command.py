@@ -1,15 +1,11 @@
-"""`publishworker verify`: progress, table, JSON and the HTML report."""
+"""`publishworker verify`: progress, table and JSON."""
 
 import argparse
-import contextlib
 import dataclasses
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-from outbox.base.lazy import need
-from outbox.errors import SettingError
 from outbox.program.output import confirm, table
 from outbox.program.terminal import Escaped, as_json, complain, say
 from publishworker.process import exits
@@ -23,17 +19,12 @@ def verify(options: argparse.Namespace) -> int:
     # Not OUTBOX_DATABASE, which names the database of the application.
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
-    if options.report:
-        need("jinja2", "--report", "worker")
     confirm(
         f"This creates database {settings.database} in instance {settings.instance}, loads {options.rows:,} tasks, and "
         f"takes minutes. The database is {'kept (--keep)' if options.keep else 'deleted at the end'}. No other one is "
         "changed. Continue?",
         yes=options.yes,
     )
-    if options.report:
-        with _report_errors(options.report):
-            Path(options.report).open("ab").close()  # now, because the checks take minutes
     with scratch(settings, options.rows, keep=options.keep) as target:
         found = {}
         for number, name in enumerate(CHECKS, 1):
@@ -43,25 +34,7 @@ def verify(options: argparse.Namespace) -> int:
         say(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
     else:
         say(_as_table(found))
-    if options.report:
-        with _report_errors(options.report):
-            Path(options.report).write_text(_as_page(found, settings), encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
-
-
-@contextlib.contextmanager
-def _report_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SettingError(f"--report: {path!r} cannot be written: {error.strerror}") from None
-
-
-def _as_page(found: Mapping[str, Finding], settings: WorkerSettings) -> str:
-    from jinja2 import Environment, PackageLoader  # noqa: PLC0415 - optional
-
-    pages = Environment(loader=PackageLoader("publishworker.process.verify", ""), autoescape=True, trim_blocks=True)
-    return pages.get_template("report.html.jinja").render(checks=found, settings=settings)
 
 
 def _as_table(found: Mapping[str, Finding]) -> Escaped:
