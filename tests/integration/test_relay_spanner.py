@@ -50,8 +50,9 @@ def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -
     """Turn until nothing is unsent; return how many tasks were published."""
     published = 0
     for _ in range(max_turns):
-        published += relay.turn().published
-        if not unsent(database):
+        turn = relay.turn()
+        published += turn.published
+        if not (unsent(database) or turn.in_flight):
             return published
     pytest.fail(f"{len(unsent(database))} unsent after {max_turns} turns")
 
@@ -200,7 +201,6 @@ def test_two_relays_publish_a_task_once(database: Database, topic: str, subscrip
             super().claim(*arguments, **options)
 
     second = make_relay(Overtaken(database, Layout(10)), counted=counted)
-    assert second.turn().made_progress
     assert eventually(lambda: second.turn().already_sent) == 1
     assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain()] == [id]
     published, already = counted.counts[m.PUBLISHED.name], counted.counts[m.ALREADY_PUBLISHED.name]
