@@ -16,7 +16,6 @@ from publishworker.turn.membership import (
     Membership,
     divide,
 )
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 from tests.support.fakes import FakeStore
 
 names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
