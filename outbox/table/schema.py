@@ -50,11 +50,11 @@ def layout(database: Database, **request: Any) -> Layout:
     return next(iter(complete(found) or found))
 
 
-def retention(database: Database, **request: Any) -> timedelta | None:
-    """Return how long the table keeps sent tasks, or None if it keeps them for ever. Raises NotReached."""
-    [[policy]] = _query(database, _POLICY, request)
-    days, _, unit = ddl.part(ddl.DELETION, policy)[ddl.RETENTION].partition(" ")
-    return timedelta(days=int(days)) if unit == "days" else None
+def retention(database: Database, table: str = "AsynchronousTasks", **request: Any) -> timedelta | None:
+    """Return how long a table keeps sent or cancelled tasks, or None if it keeps them for ever. Raises NotReached."""
+    [[policy]] = _query(database, _POLICY, request, names=[table.casefold()])
+    days = re.fullmatch(r"older_than(?:sent|cancelled)at,interval(\d+)day", normalized(policy))
+    return timedelta(days=int(days[1])) if days else None
 
 
 def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
@@ -128,7 +128,7 @@ def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
 
 _POLICY = """
 SELECT IFNULL(ROW_DELETION_POLICY_EXPRESSION, '') FROM INFORMATION_SCHEMA.TABLES
-WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks'"""
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)"""
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
 # The columns Shard, Shard32 and the like. Id is read too, to tell a missing table from a table without a shard column.
 _LAYOUTS = r"""

@@ -265,7 +265,7 @@ def test_a_window_is_read_as_of_when_its_marks_are_final(
 
 
 def test_an_archive_that_cannot_run_says_what_to_do(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # An at-most-once task is marked before it is published, and a failed publish takes the mark back.
     for until in ("59s", "0s", shown(open_table(target).now() - MINUTE + timedelta(seconds=20))):
@@ -280,6 +280,12 @@ def test_an_archive_that_cannot_run_says_what_to_do(
     assert found.collect() == []
 
     insert(database, [sent("a", DAY)])
+    with pytest.raises(OutboxError, match="is too long: Spanner deletes sent or cancelled tasks after 7 days, and"):
+        run(spark, settings_of(target, tmp_path, window="7d", until=shown(DAY + HOUR * 24 * 14)), late=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(job.schema, "retention", lambda _, table, **__: HOUR * 24 if table == CANCELLED else None)
+        with pytest.raises(OutboxError, match="after 1 day, and the window is read a minute after its end"):
+            run(spark, settings_of(target, tmp_path), late=True)
     with pytest.raises(OutboxError) as caught:
         run(spark, settings_of(target, tmp_path), purge=True)
     sentence = str(caught.value)

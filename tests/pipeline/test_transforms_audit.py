@@ -106,7 +106,7 @@ CASES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
         [task("other", IN_TIME, None)],
         [
             message("too late", RULES.known_until), message("late enough", RULES.known_until - SECOND),
-            message("too early", NOON - HOUR), message("early enough", NOON - HOUR + SECOND),
+            message("too early", NOON - HOUR + MINUTE), message("early enough", NOON - HOUR + MINUTE + SECOND),
         ],
     ),
     "sent again": (

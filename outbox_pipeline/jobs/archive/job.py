@@ -12,12 +12,14 @@ from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
 from outbox.admin import operations, operator_sql
-from outbox.admin.table import Transaction
+from outbox.admin.table import SCHEMA_OPTIONS, Transaction
 from outbox.base.times import shown, spoken
-from outbox.base.values import chunked
+from outbox.base.values import chunked, counted
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, resolved
 from outbox.registration import TABLE
+from outbox.table import schema
+from outbox.table.ddl import CANCELLED
 from outbox.table.states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
@@ -109,7 +111,22 @@ class _Job:
         if not due:
             ends = floor(begin, length) + length
             _info(f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
+        self._check_lengths(due)
         return due
+
+    def _check_lengths(self, windows: list[tuple[datetime, datetime]]) -> None:
+        """Raise OutboxError if Spanner may delete tasks of a window before the time as of which it is read."""
+        policies = [
+            schema.retention(self.table.database, table, request_options=SCHEMA_OPTIONS) for table in (TABLE, CANCELLED)
+        ]
+        kept = min(filter(None, policies), default=timedelta.max)
+        for since, until in windows:
+            if until + MARKS_FINAL_AFTER - since >= kept:
+                raise OutboxError(
+                    f"The window from {shown(since)} to {shown(until)} is too long: Spanner deletes sent or cancelled "
+                    f"tasks after {counted(kept.days, 'day')}, and the window is read a minute after its end. Pass a "
+                    "shorter --window"
+                )
 
     def archive(self, since: datetime, until: datetime, *, late: bool) -> Window:
         """Write one window and commit it."""

@@ -178,7 +178,8 @@ def _ended() -> Column:
 def _is_known(at: Column, rules: Rules) -> Column:
     """Return whether a message was published at a time for which all tasks were read."""
     before = at < f.lit(rules.known_until)
-    return before if rules.since is None else before & (at >= f.lit(rules.since + CLOCK_SKEW))
+    # An at-most-once task is marked first, and published until its mark is final.
+    return before if rules.since is None else before & (at >= f.lit(rules.since + CLOCK_SKEW + MARKS_FINAL_AFTER))
 
 
 def _state(rules: Rules) -> Column:

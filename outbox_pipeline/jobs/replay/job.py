@@ -317,7 +317,7 @@ def replay_rows(
     """
     table, pace = open_table(database), Pace(rate)
     for rows in batches:
-        for chunk in chunked(rows, REPLAY_ROWS, COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
+        for chunk in chunked(rows, pace.chunk(REPLAY_ROWS), COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
             pace.wait(len(chunk))
             yield [replay_chunk(table, chunk, started_at)]
 
@@ -329,7 +329,7 @@ def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterat
     """
     send, pace = resending.opened(settings, to), Pace(rate)
     for rows in batches:
-        for chunk in chunked(rows, REPLAY_ROWS, COMMIT_BYTES, lambda row: len(row["Data"])):
+        for chunk in chunked(rows, pace.chunk(REPLAY_ROWS), COMMIT_BYTES, lambda row: len(row["Data"])):
             pace.wait(len(chunk))
             refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in chunk])
             for id, why in refused.items():
