@@ -24,7 +24,7 @@ MODULES = {
 #: Arguments of the functions that put a statement together, by parameter name.
 EXAMPLES: dict[str, Any] = {
     "state": "dead", "states": ["dead"], "names": ["topic"], "columns": "Id", "condition": "SentAt IS NULL",
-    "newest": True, "attempts": False, "lock": True,
+    "newest": True, "attempts": False, "lock": True, "views": True,
 }  # fmt: skip
 
 

@@ -124,19 +124,21 @@ def latest(
     operation: str | None = None,
     topic: str | None = None,
     principal: str | None = None,
+    views: bool = True,
     at: datetime | None = None,
 ) -> list[Operation]:
     """Return the last `limit` operations as they were `at` a time, newest first. Raises NotReached, OutboxError.
 
     Of those that began in the same millisecond as the last one, it returns any. A filter is compared with about the
     last 16,000: `operation` is a name, `topic` a part of the selection, `principal` a part of the account, ignoring
-    case.
+    case. Without `views`, it leaves out the records of messages that a person has looked at.
     """
     quoted = None if topic is None else json.dumps(topic, ensure_ascii=False)
     given = {"operation": operation, "topic": quoted, "principal": principal}
     values = {name: value for name, value in given.items() if value is not None}
     most = {"limit": limit, "ceiling": max(limit, COMPARED) if values else limit}
-    rows = table.query(operator_sql.latest_operations(values), _TAG, values | most, at=at, seconds=SCAN_SECONDS)
+    statement = operator_sql.latest_operations(values, views=views)
+    rows = table.query(statement, _TAG, values | most, at=at, seconds=SCAN_SECONDS)
     return [Operation(*row) for row in rows]
 
 

@@ -62,7 +62,7 @@ _ID_RANGES = "ARRAY<STRUCT<low STRING, high STRING>>[{}]".format(
 )
 
 
-def latest_operations(names: Collection[str]) -> str:
+def latest_operations(names: Collection[str], *, views: bool = True) -> str:
     """Return the statement for the last @limit operations with the conditions in `names`, which are of parameters.
 
     @topic is quoted as in JSON. Of each range, only the first @ceiling operations are compared.
@@ -72,7 +72,8 @@ def latest_operations(names: Collection[str]) -> str:
         "topic": "STRPOS(Selection, @topic) > 0",
         "principal": "STRPOS(LOWER(Principal), LOWER(@principal)) > 0",
     }
-    where = " AND ".join(["TRUE", *(condition for name, condition in conditions.items() if name in names)])
+    kinds = "TRUE" if views else "Operation != 'view'"
+    where = " AND ".join([kinds, *(condition for name, condition in conditions.items() if name in names)])
     return f"""
 SELECT {_OPERATION_COLUMNS} FROM (
   SELECT part.OperationId AS found FROM UNNEST({_ID_RANGES}) AS ids, UNNEST(ARRAY(

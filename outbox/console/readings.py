@@ -113,7 +113,7 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
         orphans=orphans,
         errors=admin.tasks.errors(table, backlog),
         blocked=blocked,
-        operations=admin.operations.latest(table, OPERATIONS, at=backlog.as_of),
+        operations=admin.operations.latest(table, OPERATIONS, views=False, at=backlog.as_of),
         reshard=progress[0].describe(progress[1]) if progress else None,
         problems=admin.problems.find(
             backlog,

@@ -1,7 +1,7 @@
 """One topic: its tasks by state, its circuit, and its controls with the forms that change them."""
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from starlette.datastructures import QueryParams
@@ -9,6 +9,7 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox import admin
 from outbox.admin.operations import Operation
+from outbox.base.times import shown
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError
@@ -24,7 +25,17 @@ def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     topic = _topic(visit)
     more = {"described": described, "fields": NAMES, "values": VALUES, "within": APPLIED_WITHIN}
-    return render(visit, "topic", topic=topic, changed=_last_change(visit, topic), **more)
+    checked_at = _time(visit.query.get("exists", ""))
+    return render(visit, "topic", topic=topic, changed=_last_change(visit, topic), checked_at=checked_at, **more)
+
+
+def _time(text: str) -> datetime | None:
+    """Return the time in an address, or None if it has none."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time if time.tzinfo else None
 
 
 def _last_change(visit: Visit, topic: str) -> Operation | None:
@@ -95,7 +106,7 @@ def _check(visit: Visit) -> Response:
         raise Refused(400, "The topic cannot be used", str(error)) from None
     if unchecked:
         raise Refused(400, "It is unknown whether the topic exists", unchecked)
-    return visit.redirect("/topic", name=topic, exists=1)
+    return visit.redirect("/topic", name=topic, exists=shown(table.now()))
 
 
 def _forget(visit: Visit) -> Response:

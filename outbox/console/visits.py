@@ -103,12 +103,12 @@ class Visit:
     sent_to: str = ""
     problem: Refused | None = None
 
-    def link(self, path: str, **query: object) -> str:
+    def link(self, path: str, /, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
         given = {name: value for name, value in query.items() if value not in (None, "") or name in ("id", "name")}
         return f"{self.prefix}{path}{'?' if given else ''}{urlencode(given, doseq=True, errors='replace')}"
 
-    def redirect(self, path: str, **query: object) -> Response:
+    def redirect(self, path: str, /, **query: object) -> Response:
         """Return the answer to an action: the browser gets this page, with new figures."""
         self.console.status.forget()
         return RedirectResponse(self.link(path, **query), 303)

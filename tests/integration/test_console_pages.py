@@ -162,8 +162,13 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
 ) -> None:
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
     caller, table = console(database), opened(database)
+    insert(database, [row("empty", Topic="", AvailableAt=NEVER)])
+    for page in ("/?path=x&self=x", "/topic?name=&path=x"):
+        assert 'href="/tasks?state=dead">1<' not in caller.get(page).text  # the tasks of all topics
     answer = caller.post("/topic/check", params={"name": topic}, headers=SAME)
-    assert f"Pub/Sub has the topic {topic}" in text(caller.get(answer.headers["location"]).text)
+    assert f"Pub/Sub had the topic {topic}" in text(caller.get(answer.headers["location"]).text)
+    for forged in ("1", "2026-01-01", "2026-01-01T00:00:00Z", "2999-01-01T00:00:00Z"):
+        assert "had the topic" not in caller.get("/topic", params={"name": topic, "exists": forged}).text
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
     assert (missing.status_code, "does not exist" in missing.text) == (400, True)
     admin.topics.change(TaskTable(table), "pause", ["a/b"], {"paused": True})

@@ -112,6 +112,7 @@ def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database:
     assert operator.post(f"/operation/continue-retry?id={id}", headers=SAME).status_code == 400
     assert operator.post(f"/operation/continue-cancel?id={id}", headers=SAME).status_code == 403
     assert operator.get("/tasks/cancel?state=dead").status_code == 403
+    assert "Cancel needs the role destroyer" in operator.get("/tasks?state=dead").text
     assert id not in operator.app.console.running.ids  # type: ignore[attr-defined]  # an ASGI callable
     assert rows_of(database).keys() == {"a"}
 
@@ -144,12 +145,18 @@ def test_a_person_stops_and_continues_an_operation(
     assert jane.post(f"/operation/stop?id={id}", headers=SAME).status_code == 400
 
 
-def test_the_first_page_offers_to_continue_what_another_console_has_left(database: Database, table: TaskTable):
+def test_the_first_page_offers_to_continue_what_another_console_has_left(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """However many messages people have looked at since then."""
+    monkeypatch.setattr(readings, "OPERATIONS", 2)
     id = "00000000-0000-0000-0000-000000000001"
     changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=id, selected=1)
     assert "was interrupted" not in console(database).get("/").text
     with database.batch() as batch:
         batch.update("AsynchronousTaskOperations", ("OperationId", "SeenAt"), [(id, PAST)])
+    for _ in range(2):
+        operations.add(table, "view", {"ids": ["a"]})
     page = console(database).get("/").text
     assert "A retry by jane was interrupted after 0 tasks" in page
     assert f'href="/operation?id={id}">Continue or stop it' in page
@@ -224,6 +231,8 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
         [previous] = re.findall(r'href="([^"]+)">Previous page', page)
         page = jane.get(html.unescape(previous)).text
         assert re.findall(r'name="exact" value="id=(\w+)"', page) == former
+        [checked] = re.findall(r'href="([^"]+)">Select this page', page)
+        assert re.findall(r'value="id=(\w+)"[^>]* checked>', jane.get(html.unescape(checked)).text) == former
     assert ("Previous page" in page, "Next page" in page) == (False, True)
     assert "No command has the filters" in jane.get("/tasks?state=dead&key=k").text
     assert "No dead task matches the filter" in jane.get("/tasks?state=dead&prefix=zz").text
