@@ -4,6 +4,7 @@ The exit codes are in docs/operations/pipeline-deploy.md.
 """
 
 import argparse
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -13,19 +14,30 @@ from typing import Any
 from outbox._version import __version__
 from outbox.admin.flags import add_reason
 from outbox.base.lazy import need
+from outbox.base.times import spoken
 from outbox.program import logs
 from outbox.program.arguments import Parser
 from outbox.program.settings import Settings, unknown_variables
-from outbox.program.terminal import ended, prepare_streams, say
+from outbox.program.terminal import Escaped, as_json, cell, ended, prepare_streams, say
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings, ReplaySettings
 from outbox_pipeline.spark.session import is_submitted
 from publishworker.process.exits import DONE, FAILED, WORK_LEFT
 from publishworker.process.worker_settings import RelaySettings, add_deadline
+from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "refused", "lost", "not_applied")
 #: How the first line of a certificate with losses begins.
 _INCOMPLETE = "INCOMPLETE"
+
+#: The fields of results that count rows.
+_ROWS = (
+    "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "unsent", "resent", "missing",
+    "delivered", "late", "lost", "unknown", "republished", "redelivered", "mismatched", "out_of_order",
+    "cancelled_after_publish",
+    "applied", "not_applied", "applied_late", "unregistered",
+    "published", "refused", "already_published", "uncommitted", "became_dead",
+)  # fmt: skip
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -90,10 +102,8 @@ def _run(options: argparse.Namespace) -> int:
 
     session.check_packages()
 
-    from outbox_pipeline import summary as report  # noqa: PLC0415 - see above
     from outbox_pipeline.spark.stack_traces import spark_errors  # noqa: PLC0415 - see above
     from publishworker.telemetry.clients import client  # noqa: PLC0415 - half a second, wasted if a flag is wrong
-    from publishworker.telemetry.metrics import Metrics  # noqa: PLC0415 - the same
 
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
@@ -109,11 +119,11 @@ def _run(options: argparse.Namespace) -> int:
             result = job.run(session.session(name), settings, **flags)
     finally:
         ended_as = _ended_as(result, options)
-        report.record(metrics, name, result, ended_as)
+        _record(metrics, name, result, ended_as)
         metrics.stop()
     if name == "audit" and result.verdict and not options.json:
         say(result.verdict)
-    say(report.summary(name, result, time.monotonic() - begin, json=options.json))
+    say(_summary(name, result, time.monotonic() - begin, json=options.json))
     return {"done": DONE, "work_left": WORK_LEFT}.get(ended_as, FAILED)
 
 
@@ -128,6 +138,43 @@ def _ended_as(result: Any | None, options: argparse.Namespace) -> str:
     if failures := [name for name in _FAILURES if getattr(result, name, 0)]:
         return failures[0]
     return "incomplete" if str(getattr(result, "verdict", "")).startswith(_INCOMPLETE) else "done"
+
+
+def _summary(job: str, result: Any, seconds: float, *, json: bool) -> Escaped:
+    """Return the fields of a result, and the duration of the job, as one line of JSON, or one field per line."""
+    values = dataclasses.asdict(result)
+    if json:
+        return as_json({"job": job, **values, "seconds": round(seconds, 3)})
+    lines = {"job": job, **values, "seconds": spoken(seconds)}
+    width = max(15, *map(len, lines))
+    return Escaped(
+        "\n".join(
+            f"{name.replace('_', ' '):<{width}} {_shown(value)}" for name, value in lines.items() if value is not None
+        )
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        value = [{"tasks": number, "topic": topic} for topic, number in value.items()]
+    if isinstance(value, list):
+        # One per line, indented to the column of values.
+        return f"\n{'':<15} ".join("  ".join(cell(each) for each in row.values()) for row in value)
+    return cell(value)
+
+
+def _record(metrics: Metrics, job: str, result: Any | None, ended_as: str) -> None:
+    """Send metrics of the rows. For a failed job, only count the failure."""
+    metrics.count(PIPELINE_RUNS, 1, job=job, result=ended_as)
+    if result is None:
+        return
+    if getattr(result, "certificate", None):  # whose monitor notices a day without one
+        metrics.count(PIPELINE_RUNS, 1, job="certificate", result="done")
+    for name in _ROWS:
+        if number := getattr(result, name, 0):
+            metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,8 +4,9 @@ Spark creates these objects in a Python process next to the driver, plans there,
 are plain data that can be pickled. The API is from Spark 4.0: https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -112,10 +113,7 @@ class OutboxDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return the stream reader, which follows sent tasks."""
-        try:
-            return OutboxStreamReader(parse(self.options), _checked(schema))
-        except OutboxError as error:
-            return _Refused(error)
+        return OutboxStreamReader(self.options, schema)
 
     @without_stack_trace()
     def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
@@ -141,9 +139,8 @@ def _checked(schema: StructType) -> StructType:
 class _Reading:
     """The base class of both readers."""
 
-    def __init__(self, options: Options, schema: StructType) -> None:
-        self._options = options
-        self._schema = schema
+    _options: Options
+    _schema: StructType
 
     @property
     def _table(self) -> Table:
@@ -163,6 +160,9 @@ class _Reading:
 
 class OutboxReader(_Reading, DataSourceReader):
     """Reads the table at one timestamp."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self._options, self._schema = options, schema
 
     @without_stack_trace()
     def partitions(self) -> Sequence[InputPartition]:
@@ -195,9 +195,20 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
     https://cloud.google.com/spanner/docs/true-time-external-consistency.
     """
 
-    def __init__(self, options: Options, schema: StructType) -> None:
-        """Check the options. Raises SettingError if a stream does not support one."""
-        super().__init__(options, schema)
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self._given, self._schema = dict(options), schema
+        self._last: dict[str, str] | None = None
+        #: The start of a query without `since`. Its first batch ends here and is empty, because Spark stores only the
+        #: ends of batches in the checkpoint.
+        self._first: datetime | None = None
+        #: The end of a query with Trigger.AvailableNow.
+        self._target: datetime | None = None
+
+    @cached_property
+    def _options(self) -> Options:  # type: ignore[override]  # when Spark calls a method, whose error it passes on
+        """Check the options and columns. Raises SettingError if a stream does not support one."""
+        options = parse(self._given)
+        _checked(self._schema)
         if options.state not in (None, "sent"):
             raise SettingError(f"Option state: a stream follows sent tasks only, not {options.state}")
         for name, value in (("until", options.until), ("readTimestamp", options.read_timestamp)):
@@ -206,20 +217,14 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         if isinstance(options.since, timedelta):
             # If the query ends before its first batch, Spark asks for the start again. It must be the same time.
             raise SettingError("Option since: a stream needs a time such as 2026-11-21T13:00:00Z, not a duration")
-        self._since = options.since
-        self._last: dict[str, str] | None = None
-        #: The start of a query without `since`. Its first batch ends here and is empty, because Spark stores only the
-        #: ends of batches in the checkpoint.
-        self._first: datetime | None = None
-        #: The end of a query with Trigger.AvailableNow.
-        self._target: datetime | None = None
+        return options
 
     @without_stack_trace()
     def initialOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
         """Return the start of a query without a checkpoint: `since` or now."""
-        if self._since is not None:
+        if isinstance(since := self._options.since, datetime):
             # `since` is inclusive, but the start of a batch is exclusive.
-            self._last = _offset(self._since - _TICK)
+            self._last = _offset(since - _TICK)
             return self._last
         self._first = self._table.now()
         return _offset(self._first)
@@ -229,6 +234,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         """Set the end of the query. Without it, Spark would stop after a batch that an earlier run did not finish."""
         self._target = self._table.now()
 
+    @without_stack_trace()
     def getDefaultReadLimit(self) -> Any:  # noqa: N802 - Spark's name
         """Return the limit of the options. Spark passes it to `latestOffset`, or another one for Trigger.Once."""
         return ReadMaxRows(self._options.max_rows) if self._options.max_rows else ReadAllAvailable()
@@ -294,20 +300,6 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         [part] = parts.sent_parts(shards, since, until, 1, after=True)
         rows = self._table.rows(("SentAt",), part.keys, now, index=part.index, limit=most)
         return [datetime.fromisoformat(sent_at.string_value) for (sent_at,) in rows]
-
-
-class _Refused(DataSourceStreamReader):
-    """Has wrong options. PySpark passes on an error of its methods, but replaces one of `streamReader` by its own."""
-
-    def __init__(self, error: OutboxError) -> None:
-        self._error = error
-
-    @without_stack_trace()
-    def _refuse(self, *_: object) -> Any:
-        raise self._error
-
-    initialOffset = getDefaultReadLimit = latestOffset = _refuse  # type: ignore[assignment]  # noqa: N815 - Spark's names
-    partitions = read = _refuse  # type: ignore[assignment]  # each raises, whatever its arguments
 
 
 def _offset(time: datetime, read_at: datetime | None = None) -> dict[str, str]:

@@ -61,7 +61,6 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     if not submitted:
         # Otherwise Spark starts its Python workers with the `python3` in PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         # In this locale, Python reads names of files as UTF-8, but Java finds no file whose name is not ASCII.
         if os.environ.get("LC_ALL") in ("C", "POSIX"):

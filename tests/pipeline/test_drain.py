@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import threading
@@ -172,7 +173,7 @@ def test_the_last_error_of_a_worker_reaches_the_summary(
     app = SimpleNamespace(store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: exits.WORK_LEFT)
     monkeypatch.setattr(job, "App", lambda *_, **__: app)
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
-    results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))
+    results = list(job.run_workers(settings_of(target), ["one"], math.inf, iter([[{"id": 0}]])))
     monkeypatch.setattr(job, "map_rows", lambda _rows, schema, *_: spark.createDataFrame(results[0], schema))
     done = job.run(spark, settings_of(target), deadline=5)  # the first round begins within it
     assert (done.work_left, done.pending, done.last_error) == (True, 1, "504 no answer")

@@ -300,8 +300,8 @@ def test_an_invalid_replay_is_refused_before_its_record_is_written(
         ({"since": "1h", "until": "2h"}, {}, "^--since .*Z is not before --until .*Z$"),
         ({"since": "2090-01-01T00:00:00Z"}, {}, "^--since 2090-01-01.* is not before now, "),
         ({"topic": "orders"}, {"resume": "x"}, "Remove --topic and OUTBOX_TOPIC"),
-        ({}, {"resume": "x", "dry_run": True}, "exclude each other"),
-        ({}, {"resume": "x", "reason": "y"}, "^--resume keeps the reason of the interrupted replay"),
+        ({}, {"resume": "x", "dry_run": True}, "Remove --dry-run$"),
+        ({}, {"resume": "x", "reason": "y"}, "^--resume continues the interrupted replay as it began. Remove --reason"),
         ({}, {"resume": "x"}, "^--resume x: AsynchronousTaskOperations of .* has no replay with this ID"),
     ]
     for flags, how, sentence in refused:

@@ -31,7 +31,6 @@ from outbox_pipeline.jobs.archive.windows import (
     checksum_columns,
     floor,
     rebalanced,
-    write,
 )
 from outbox_pipeline.source.datasource import read_cancelled, read_tasks
 from outbox_pipeline.source.options import RowFilter
@@ -140,7 +139,9 @@ class _Job:
         both = sent.unionByName(cancelled, allowMissingColumns=True)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(both)).observe(observed, *checksum_columns())
-        write(tasks, self.files.path(data))
+        # Sorted by topic, so a reader of one topic can skip parts of the files.
+        in_order = tasks.sortWithinPartitions("SentDate", "Topic")
+        in_order.write.partitionBy("SentDate").parquet(self.files.path(data))
         window = self.files.finish(
             Window(self.table.name, since, until, at, data=data, files={}, written_at=self.table.now(), **observed.get)
         )

@@ -159,11 +159,6 @@ def rebalanced(tasks: DataFrame) -> DataFrame:
     return tasks.hint("rebalance", "SentDate")
 
 
-def write(tasks: DataFrame, folder: str) -> None:
-    """Write the tasks of a window. They are sorted by topic, so a reader of one topic can skip parts of the files."""
-    tasks.sortWithinPartitions("SentDate", "Topic").write.partitionBy("SentDate").parquet(folder)
-
-
 def checksum_columns() -> tuple[Column, Column]:
     """Return the number of tasks and their checksum, which tell whether two sets of archived tasks are equal."""
     whole = f.xxhash64(*schemas.ARCHIVED.fieldNames())

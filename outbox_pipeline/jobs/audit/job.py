@@ -210,7 +210,10 @@ class _Job:
         """Write the report and return the counts."""
         total, topics = self._numbers(rows)
         # Not an Observation of another query: before Spark 4.3, it counts a Spark task again that is repeated.
-        [others] = collected(deliveries.agg(*audit.others(), f.count_if("readable").alias("readable")))
+        readable = f.col("readable")
+        foreign = f.count_if(readable & f.col("task_id").isNull()).alias("foreign")
+        counts = (f.count_if(readable).alias("readable"), f.count_if(~readable).alias("unreadable"), foreign)
+        [others] = collected(deliveries.agg(*counts))
         if not others.pop("readable") and others["unreadable"]:
             raise OutboxError(
                 f"None of the {others['unreadable']:,} rows or lines of {self._source} is a received message "

@@ -125,12 +125,6 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
     return stated.select(*JUDGED)
 
 
-def others() -> tuple[Column, Column]:
-    """Return the numbers of deliveries that belong to no task ID: `unreadable` and `foreign`."""
-    readable = f.col("readable")
-    return f.count_if(~readable).alias("unreadable"), f.count_if(readable & f.col("task_id").isNull()).alias("foreign")
-
-
 def _by_task(deliveries: DataFrame) -> DataFrame:
     """Return a row for each received ID with an array of its deliveries: publish time, message and digest."""
     of_outbox = deliveries.where("readable AND task_id IS NOT NULL").withColumnRenamed("task_id", "received_id")

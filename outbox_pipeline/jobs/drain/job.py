@@ -6,12 +6,12 @@ killed and not restarted ends with the liveness timeout.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 from uuid import uuid4
@@ -87,12 +87,11 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     Raises NotReached, or OutboxError if a worker failed in all attempts of its Spark task. Sent tasks stay sent, and
     the job can be run again.
     """
-    end = float("inf") if deadline is None else time.monotonic() + deadline
+    until = math.inf if deadline is None else time.time() + deadline
     store = open_store(settings)
-    until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     counts, rounds, workers, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, 0, None
     pause = Backoff(ROUND._replace(first=settings.poll_interval), Random())  # noqa: S311 - jitter, not security
-    while (work_left := any_to_send(store)) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
+    while (work_left := any_to_send(store)) and (remaining := until - time.time()) > 0:  # OUT-SPARK-1
         if rounds:
             time.sleep(min(pause.next(), remaining))
         workers = min(parallelism(spark), store.layouts[0].shards)  # executors can have started or ended
@@ -116,9 +115,7 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     return DrainSummary(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, last_error=last_error)
 
 
-def _round(
-    spark: SparkSession, settings: RelaySettings, workers: int, until: datetime | None
-) -> tuple[Counter[str], str | None]:
+def _round(spark: SparkSession, settings: RelaySettings, workers: int, until: float) -> tuple[Counter[str], str | None]:
     """Run workers until all have stopped. Return the sums of their counts, and the last error of one, or None."""
     run = uuid4().hex[:12]
     ids = tuple(f"spark-{run}-{number}" for number in range(workers))
@@ -128,28 +125,25 @@ def _round(
     return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
 
 
-def run_workers(
-    settings: RelaySettings, ids: Sequence[str], until: datetime | None, batches: Iterator[Rows]
-) -> Iterator[Rows]:
+def run_workers(settings: RelaySettings, ids: Sequence[str], until: float, batches: Iterator[Rows]) -> Iterator[Rows]:
     """Run the worker of each number in a Spark task, one after the other, and yield their results.
 
-    `ids` are the worker IDs by number. The workers handle no signals. They stop at `until`, by the database's clock;
-    None is no deadline. Raises NotReached, OutboxError.
+    `ids` are the worker IDs by number. The workers handle no signals. They stop at `until`, a time of
+    `time.time()`. Raises NotReached, OutboxError.
     """
     logs.configure(settings.log_format, settings.log_level)
     for rows in batches:
         yield [_relay(settings, ids[row["id"]], until) for row in rows]
 
 
-def _relay(settings: RelaySettings, id: str, until: datetime | None) -> dict[str, Any]:
+def _relay(settings: RelaySettings, id: str, until: float) -> dict[str, Any]:
     tally = Tally(client(settings.metrics))
     stop, timer = threading.Event(), None
     try:
         worker = App(settings, id=id, metrics=tally)
         drained = until_drained(worker.store, lambda: worker.membership.shards, settings.poll_interval)
-        if until is not None:
-            left = until - TaskTable(worker.store.database).now()
-            timer = threading.Timer(left.total_seconds(), stop.set)
+        if until < math.inf:
+            timer = threading.Timer(until - time.time(), stop.set)
             timer.daemon = True
             timer.start()
         code = worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)

@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -271,17 +270,15 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
 
     Raises SettingError: a column is unknown, missing or of a wrong type.
     """
+    names = rows.columns
     check(rows.schema, topic, key)
-    numbered = rows.toDF(*map(str, range(len(rows.columns))))  # because mapInArrow refuses a dot in a name
-    return numbered.mapInArrow(partial(_complete, rows.columns, topic, key), schemas.INPUT)
 
+    def completed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for found in complete(names, topic, key, batches):
+            yield pa.RecordBatch.from_pylist(found, schemas.arrow(schemas.INPUT))
 
-def _complete(
-    names: Sequence[str], topic: str, key: Sequence[str], batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    schema = schemas.arrow(schemas.INPUT)
-    for rows in complete(names, topic, key, batches):
-        yield pa.RecordBatch.from_pylist(rows, schema)
+    numbered = rows.toDF(*map(str, range(len(names))))  # because mapInArrow refuses a dot in a name
+    return numbered.mapInArrow(completed, schemas.INPUT)
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:

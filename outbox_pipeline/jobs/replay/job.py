@@ -150,16 +150,10 @@ def check(
 ) -> None:
     """Check settings and flags that depend on each other. Raises SettingError."""
     given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name, None) not in ("", None)]
-    if resume and dry_run:
-        raise SettingError("--resume and --dry-run exclude each other. Pass only one of them")
-    if resume and reason:
-        raise SettingError("--resume keeps the reason of the interrupted replay. Remove --reason")
-    if resume and to:
-        raise SettingError("--resume keeps the topic of the interrupted replay. Remove --to")
-    if resume and given:
-        raise SettingError(
-            f"--resume uses the selection of the interrupted replay. Remove --{given[0]} and OUTBOX_{given[0].upper()}"
-        )
+    others = [flag for flag, value in (("dry-run", dry_run), ("reason", reason), ("to", to)) if value]
+    if resume and (given or others):
+        named = [f"--{name} and OUTBOX_{name.upper()}" for name in given] + [f"--{flag}" for flag in others]
+        raise SettingError(f"--resume continues the interrupted replay as it began. Remove {', '.join(named)}")
     if not resume and not set(given) - {"archive"}:
         raise SettingError(
             "No tasks are selected. Pass --topic, --since, --until or --where. --where true selects all sent tasks"
