@@ -99,7 +99,7 @@ class Work:
             raise Aborted("wounded")
         return [self.table.rows[id] for id in sorted(ids) if id in self.table.rows]
 
-    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:  # noqa: PLR0911 - one for each statement
+    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:  # noqa: C901, PLR0911 - one for each statement
         if statement == LAYOUTS:
             return []
         if statement == NOW:
@@ -121,6 +121,8 @@ class Work:
             return [self._cancelled(kept[id,], now) for id in values["ids"] if (id,) in kept]
         if statement == operator_sql.LOCK_SENT_AT:
             return [[row.id, row.sent_at] for row in rows]
+        if statement == operator_sql.rows_by_ids("Id, SentAt, CreatedAt"):
+            return [[row.id, row.sent_at, row.created_at] for row in rows]
         assert self._selection is not None, statement
         return [self._row(row, now) for row in rows]
 

@@ -51,6 +51,7 @@ TOPICS, SAMPLE = 20, 10
 #: Max tasks in one transaction.
 REPLAY_ROWS = 200
 _TAG = "outbox-pipeline-replay"
+_LOCK = operator_sql.rows_by_ids("Id, SentAt, CreatedAt")
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
 _COUNTS_TO = schemas.counts("published", "refused")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
@@ -335,16 +336,18 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
     """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
     A row with Data comes from the archive and is inserted again if its ID is not in the table, unless the task was
-    cancelled, or handled by a replay since `started_at`. An unsent task is `unsent`. A task that was sent since is
-    `resent`.
+    cancelled, or handled by a replay since `started_at`. If another task has its ID since, it is `missing`. An unsent
+    task is `unsent`. A task that was sent since is `resent`.
     """
     wanted = {row["Id"]: row for row in rows}
     archived = [row["Id"] for row in rows if "Data" in row]
 
     def work(transaction: Transaction) -> dict[str, int]:
-        found = dict(map(tuple, transaction.query(operator_sql.LOCK_SENT_AT, {"ids": sorted(wanted)})))
+        there = transaction.query(_LOCK, {"ids": sorted(wanted)})
+        found = {id: sent_at for id, sent_at, at in there if at == wanted[id].get("CreatedAt", at)}
         before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
-        gone = [row for id, row in wanted.items() if id not in found]
+        ids = {id for id, *_ in there}
+        gone = [row for id, row in wanted.items() if id not in ids]
         handled = _record_handled(transaction, archived, started_at) if archived else set()
         again = [row["Id"] for row in gone if "Data" in row and row["Id"] not in handled]
         cancelled = _cancelled(table, transaction, again, started_at) if again else set()
@@ -362,7 +365,7 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
             "registered": len(again),
             "unsent": unsent,
             "resent": len(found) - len(before) - unsent,
-            "missing": len(gone) - len(again),
+            "missing": len(wanted) - len(found) - len(again),
         }
 
     return table.transact(_TAG, work)
