@@ -24,7 +24,7 @@ MODULES = {
 #: Arguments of the functions that put a statement together, by parameter name.
 EXAMPLES: dict[str, Any] = {
     "state": "dead", "states": ["dead"], "names": ["topic"], "columns": "Id", "condition": "SentAt IS NULL",
-    "newest": True, "attempts": False, "lock": True, "views": True,
+    "newest": True, "attempts": False, "lock": True, "views": True, "cancelled": False, "by_key": False,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def _statements(module: ModuleType) -> Iterator[tuple[str, str, str]]:
             if parameters.keys() <= EXAMPLES.keys():
                 found = function(**{name: EXAMPLES[name] for name in parameters})
                 sql = found[-1] if isinstance(found, list) else found
-                if sql.lstrip().startswith(("SELECT", "@{")):
+                if isinstance(sql, str) and sql.lstrip().startswith(("SELECT", "@{")):
                     yield node.name, (ast.get_docstring(node) or "").split("\n")[0], sql
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from outbox.admin import (
         backlog,
         changes,
-        continuing,
         error_groups,
         history,
         operations,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "backlog",
     "changes",
-    "continuing",
     "error_groups",
     "history",
     "operations",

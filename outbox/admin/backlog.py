@@ -14,7 +14,6 @@ from outbox.admin import operator_sql
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
 from outbox.admin.workers import Worker, rows_at
 from outbox.base.values import chunked
-from outbox.table.controls import CONTROLS
 from outbox.table.states import UNSENT
 
 #: A shard, a topic, or None for a count of all topics, and the highest priority to count, if the statement has one.
@@ -191,7 +190,7 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
 
 
 def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
-    paused = _paused(table, at, "outbox-age")
+    paused = _paused(table, at)
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     reader = _Reader(table, at, "outbox-age", None)
     reader.add_first_ready(ranges_of(table.shards, topics))
@@ -214,7 +213,7 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     if of_sent:
         reader.add(operator_sql.COUNT_SENT, ranges_of(table.shards), "sent_last_minute")
     lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
-    paused = _paused(table, at, reader.tag)
+    paused = _paused(table, at)
     for line in lines:
         line.paused = line.topic in paused
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
@@ -223,8 +222,8 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     return Backlog(at, [each for each in workers if each.is_live], lines, whole, silent)
 
 
-def _paused(table: TaskTable, at: datetime, tag: str) -> set[str]:
-    return {topic for topic, is_paused, *_ in table.query(CONTROLS, tag, at=at) if is_paused}
+def _paused(table: TaskTable, at: datetime) -> set[str]:
+    return {topic for topic, row in table.controls(at).items() if row.paused}
 
 
 def ranges_of(shards: Sequence[int], topics: Iterable[str | None] = (None,)) -> list[Range]:

@@ -1,14 +1,14 @@
 """Cancelled tasks: move rows to AsynchronousTasksCancelled, and back as they were."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operator_sql
-from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.base.values import chunked, json_texts
+from outbox.admin.table import Transaction
+from outbox.base.values import json_texts
 from outbox.registration import TABLE
 from outbox.table import ddl
 from outbox.table.ddl import CANCELLED, OPERATIONS
@@ -16,8 +16,8 @@ from outbox.table.ddl import CANCELLED, OPERATIONS
 #: The columns that both tables have, without computed ones.
 COLUMNS = tuple(name for name, text in ddl.columns().items() if " AS (" not in text and name != "SentAt")
 #: What moves a task, and what puts it back.
-MOVED = operator_sql.rows_by_ids(", ".join(COLUMNS))
-KEPT = operator_sql.rows_by_ids(f"{', '.join(COLUMNS)}, OperationId, CURRENT_TIMESTAMP()", cancelled=True)
+MOVED = operator_sql.rows_by_ids(", ".join(COLUMNS), lock=True)
+KEPT = operator_sql.rows_by_ids(f"{', '.join(COLUMNS)}, OperationId, CURRENT_TIMESTAMP()", cancelled=True, lock=True)
 #: What tells whether the head of a deferred task still waits.
 HEAD = ("Id", "Topic", "OrderingKey", "SentAt", "AvailableAt", "ExpiresAt")
 #: The columns of a task that is restored as sent, because subscribers have its message: those of a mark.
@@ -25,7 +25,6 @@ _AS_SENT: Mapping[str, Any] = {
     "SentAt": COMMIT_TIMESTAMP, "AvailableAt": None, "DueAt": None, "BlockedBy": None, "ExpiresAt": None, "Attempts": 0,
     "LastError": None,
 }  # fmt: skip
-_PAGE = 1_000
 
 
 def move(transaction: Transaction, ids: Sequence[str], operation: str) -> None:
@@ -91,23 +90,3 @@ def _published(transaction: Transaction, operations: Collection[str]) -> dict[st
     keys = KeySet(keys=[[id] for id in sorted(operations)])
     found = dict(map(tuple, transaction.read(OPERATIONS, ("OperationId", "Published"), keys)))
     return {id: json_texts(found.get(id)) for id in operations}
-
-
-def examine(table: TaskTable, chunks: Iterable[Sequence[str]], at: datetime | None) -> tuple[int, int]:
-    """Return how many of these tasks have an ID that exists again, and how many of the others are overtaken."""
-    exists = overtaken = 0
-    for ids in chunks:
-        keys = KeySet(keys=[[id] for id in ids])
-        there = {id for (id,) in table.read(TABLE, ("Id",), keys, "outbox-count", seconds=SCAN_SECONDS)}
-        values = {"ids": [id for id in ids if id not in there], "shard_count": table.layout.shards}
-        [[later]] = table.query(operator_sql.OVERTAKEN, "outbox-count", values, at=at, seconds=SCAN_SECONDS)
-        exists, overtaken = exists + len(there), overtaken + later
-    return exists, overtaken
-
-
-def in_key_order(table: TaskTable, ids: Sequence[str], at: datetime | None) -> list[str]:
-    """Return the cancelled tasks among these in the order in which they are restored."""
-    found: list[list[Any]] = []
-    for chunk in chunked(ids, _PAGE):
-        found += table.query(operator_sql.IN_KEY_ORDER, "outbox-restore", {"ids": chunk}, at=at)
-    return [id for id, *_ in sorted(found, key=lambda row: (row[1], row[2] is not None, row[2] or 0, row[0]))]

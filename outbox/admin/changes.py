@@ -1,4 +1,4 @@
-"""Changes by operators: retry, purge, cancel, restore. They are executed in chunks, and each chunk is one transaction.
+"""Changes by operators: retry, purge, cancel, restore, resend. They are executed in chunks of one transaction each.
 
 The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
 So a change takes a task only if it matched at the preview and still matches, also if another process continues it.
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import backlog, cancelled, error_groups, operations, operator_sql
-from outbox.admin.operations import UNNAMED, Author, Progress
+from outbox.admin import backlog, cancelled, error_groups, operations, operator_sql, resend
+from outbox.admin.operations import UNNAMED, Author, Operation, Progress
 from outbox.admin.selection import ANY_UNSENT as ANY_UNSENT  # noqa: PLC0414 - callers pass it to a change
-from outbox.admin.selection import TaskSelection as TaskSelection  # noqa: PLC0414 - the same
+from outbox.admin.selection import Outcome as Outcome  # noqa: PLC0414 - they get it
+from outbox.admin.selection import TaskSelection as TaskSelection  # noqa: PLC0414 - callers pass it to a change
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.base.times import shown
 from outbox.base.values import chunked, counted
@@ -32,7 +33,7 @@ from outbox.registration import TABLE
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, MARKS_FINAL_AFTER, STATES, UNSENT
+from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, MARKS_FINAL_AFTER, NO_SEQUENCE, STATES, UNSENT
 
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
@@ -41,6 +42,10 @@ CHUNK = 500
 MOVED, CHUNK_BYTES = 200, 8_000_000
 #: Task IDs that one query reads.
 PAGE = 20 * CHUNK
+#: Max tasks of one resend, because each page sorts those of a shard. The replay job has no limit.
+MAX_RESENT = 1_000_000
+#: The place before all tasks, by parameter.
+_FIRST = {"after": LONG_AGO, "after_created": LONG_AGO, "after_sequence": NO_SEQUENCE, "after_id": ""}
 #: Max groups of tasks in a preview, the largest first.
 GROUPS = 50
 #: The state of a selection by `ids` if it names none, for each change.
@@ -64,20 +69,6 @@ class Count:
         return f"{'at least ' if self.at_least else ''}{counted(self.number, 'task')}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row.
-
-    `heads` are the IDs of the key heads that block unchanged tasks.
-    """
-
-    changed: tuple[str, ...]
-    unchanged: Mapping[str, str]
-    missing: tuple[str, ...]
-    warning: str | None = None
-    heads: frozenset[str] = frozenset()
-
-
 class _Row(NamedTuple):
     """A row of `operator_sql.by_ids`. `now` is the database's time.
 
@@ -87,7 +78,6 @@ class _Row(NamedTuple):
     id: str
     topic: str
     ordering_key: str | None
-    shard: int
     state: str
     matches: bool
     now: datetime
@@ -149,8 +139,12 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Previ
 
 def _examined(table: TaskTable, selection: TaskSelection, found: Preview) -> Preview:
     """Return the preview of a restore with the tasks whose IDs exist again, and those that are overtaken."""
-    chunks = (sorted(seen) for _, _, seen in _selected_ids(table, selection))
-    exists, overtaken = cancelled.examine(table, chunks, selection.as_of)
+    exists = overtaken = 0
+    for _, _, seen in _chunks(table, selection):
+        values = {"ids": sorted(seen), "shard_count": table.layout.shards}
+        statement = operator_sql.REFUSED_AND_OVERTAKEN
+        [[there, later]] = table.query(statement, "outbox-count", values, at=selection.as_of, seconds=SCAN_SECONDS)
+        exists, overtaken = exists + there, overtaken + later
     refused = {**found.refused, **({"exists": exists} if exists else {})}
     return dataclasses.replace(found, tasks=found.tasks - exists, refused=refused, overtaken=overtaken)
 
@@ -177,19 +171,22 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
 
 def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[_Row]:
     """Yield the existing rows of these IDs, as of the selection's `as_of`."""
-    statement = _by_ids(selection)
+    statement = operator_sql.by_ids(selection.condition, cancelled=selection.state == CANCELLED)
     for ids in chunked(wanted, CHUNK):
         values = selection.values | {"ids": ids, "now": selection.as_of}
-        yield from (_Row(*row) for row in table.query(statement, "outbox-count", values, at=selection.as_of))
+        yield from (_Row(*row) for row in table.query(statement, "outbox-count", values, at=_read_at(selection)))
+
+
+def _read_at(selection: TaskSelection) -> datetime | None:
+    """Return as of when the IDs are read. A resend may take longer than Spanner keeps versions, so it reads them now.
+
+    Tasks that are sent meanwhile do not match, because its selection has an `until`.
+    """
+    return None if selection.to else selection.as_of
 
 
 def _matching_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> set[str]:
     return {row.id for row in _rows_of_ids(table, selection, wanted) if row.matches}
-
-
-def _by_ids(selection: TaskSelection, *, lock: bool = False) -> str:
-    by_ids = operator_sql.cancelled_by_ids if selection.state == CANCELLED else operator_sql.by_ids
-    return by_ids(selection.condition, lock=lock)
 
 
 def _shards(table: TaskTable, selection: TaskSelection) -> Sequence[int]:
@@ -218,12 +215,13 @@ def retry_values(
 def change(
     table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED, *, id: str = "", selected: int = 0
 ) -> Iterator[Outcome]:
-    """Record a retry, cancel, purge or restore of the selected tasks, and execute it chunk by chunk.
+    """Record a change of the selected tasks, and execute it chunk by chunk.
 
     A retry makes them due now, with 0 failed attempts. A purge deletes them. A cancel moves them to another table, also
     releases the next tasks of their keys, and logs the IDs. A restore moves them back. Each transaction waits at most
-    20 s for the batches that hold its tasks. `id` is the ID of the operation, by default a new one. Raises OutboxError
-    if the change is not for these tasks, or if Spanner no longer keeps the versions of the selection's `as_of`.
+    20 s for the batches that hold its tasks. A resend publishes them. `id` is the ID of the operation, by default a new
+    one. Raises OutboxError if the change is not for these tasks, or if Spanner no longer keeps the versions of the
+    selection's `as_of`.
     """
     id, selection = id or operations.new_id(), _checked(table, name, selection)
     _record(table, name, selection, author, id=id, selected=selected)
@@ -231,7 +229,7 @@ def change(
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
-    """Record a change or a resend for a `resume`. `selected` is the number of tasks of the preview.
+    """Record a change for a `resume`. `selected` is the number of tasks of the preview.
 
     Return False, and record nothing, if the operation exists, because a form may be sent twice.
     """
@@ -239,6 +237,12 @@ def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author,
 
 
 def _record(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
+    if name == "resend" and selected > MAX_RESENT:
+        raise OutboxError(
+            f"{selected:,} tasks are more than {MAX_RESENT:,}. Pass a shorter time, or use `outbox-pipeline replay "
+            "--to`"
+        )
+
     def work(transaction: Transaction) -> bool:
         if transaction.read(OPERATIONS, ("OperationId",), KeySet(keys=[[id]])):
             return False
@@ -249,13 +253,20 @@ def _record(table: TaskTable, name: str, selection: TaskSelection, author: Autho
     return table.transact(f"outbox-{name}", work)
 
 
+def continued(table: TaskTable, id: str) -> Operation:
+    """Return a recorded operation. Raises OutboxError if it cannot be continued."""
+    operation, selection, progress = operations.begun(table, id)
+    operations.next_chunk(progress.position, _shard_column(table, selection))
+    return operation
+
+
 def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     """Execute the chunks of a recorded operation that are not executed yet.
 
     Before each chunk and at the end, raises NotContinued if the operation was stopped or finished, or if another
     process has executed a chunk. Raises OutboxError if there is no such operation.
     """
-    operation, selection, progress = operations.begun(table, id, _WRITES, TaskSelection.recorded)
+    operation, selection, progress = operations.begun(table, id)
     author = Author(operation.principal, operation.reason)
     check(operation.operation, selection)
     return _Change(table, operation.operation, _previewed(table, selection), author).outcomes(progress)
@@ -291,12 +302,16 @@ def check(name: str, selection: TaskSelection) -> None:
 
 
 def _checked(table: TaskTable, name: str, selection: TaskSelection) -> TaskSelection:
-    """Return the selection with the IDs of cancelled tasks in the order of their keys, in which they are restored."""
+    """Return the selection with the IDs of a restore or a resend in the order of their keys."""
     check(name, selection)
     selection = _previewed(table, selection)
-    if selection.state != CANCELLED or selection.ids is None:
+    if selection.ids is None or name not in ("restore", "resend"):
         return selection
-    found = cancelled.in_key_order(table, selection.ids, selection.as_of)
+    rows: list[list[Any]] = []
+    for ids in chunked(selection.ids, PAGE):
+        statement = operator_sql.places(cancelled=name == "restore")
+        rows += table.query(statement, "outbox-select", {"ids": ids}, at=selection.as_of, seconds=SCAN_SECONDS)
+    found = [id for id, *_ in sorted(rows, key=lambda row: (*row[2:], row[0]))]
     return dataclasses.replace(selection, ids=tuple(dict.fromkeys([*found, *selection.ids])))
 
 
@@ -342,33 +357,51 @@ class _Change:
 
     def outcomes(self, progress: Progress) -> Iterator[Outcome]:
         """Execute the chunks that follow `progress`."""
-        tag = f"outbox-{self.name}"
-        limits = (min(CHUNK, MOVED), CHUNK_BYTES) if self.name in ("cancel", "restore") else (CHUNK, math.inf)
-        for position, ids, seen in _selected_ids(self.table, self.selection, progress.position, limits):
-            work = functools.partial(self._chunk, ids, seen, position, progress)
-            rows, exists, progress = self.table.transact(tag, work)
-            outcome = _outcome(ids, rows, exists)
+        tag, publish = f"outbox-{self.name}", None
+        if self.name == "resend":
+            publish = resend.publisher(self.table, self.selection)
+        chunks = _chunks(self.table, self.selection, progress.position, self._limits)
+        for position, ids, seen in resend.paced(chunks, self.selection.rate):
+            if publish:
+                self.table.transact(tag, progress.check)
+                outcome = publish(ids)
+                record = functools.partial(_recorded, progress, len(outcome.changed), position)
+                progress = self.table.transact(tag, record)
+            else:
+                work = functools.partial(self._chunk, ids, seen, position, progress)
+                outcome, progress = self.table.transact(tag, work)
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
-        if warning := operations.finish(self.table, progress):
-            yield Outcome((), {}, (), warning)
+        self.table.transact(tag, progress.finish)
+
+    @property
+    def _limits(self) -> tuple[int, float]:
+        """Return how many tasks, and bytes of their messages, a chunk has at most."""
+        if self.name == "resend":
+            return min(CHUNK, self.selection.rate or CHUNK), CHUNK_BYTES
+        return (min(CHUNK, MOVED), CHUNK_BYTES) if self.name in ("cancel", "restore") else (CHUNK, math.inf)
 
     def _chunk(
         self, ids: Sequence[str], seen: Collection[str], position: str, progress: Progress, transaction: Transaction
-    ) -> tuple[Sequence[_Row], Collection[str], Progress]:
-        """Execute a chunk. Return its rows, the IDs that a restore found in the table, and the progress."""
+    ) -> tuple[Outcome, Progress]:
         progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
-        statement = _by_ids(self.selection, lock=True)
+        is_cancelled = self.selection.state == CANCELLED
+        statement = operator_sql.by_ids(self.selection.condition, cancelled=is_cancelled, lock=True)
         rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
         exists = cancelled.existing(transaction, ids) if self.name == "restore" else set[str]()
         rows = [row._replace(matches=False, state="exists") if row.id in exists else row for row in rows]
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching, progress.id)
-        return rows, exists, progress.move(transaction, len(matching), position)
+        return _outcome(ids, rows, exists), progress.move(transaction, len(matching), position)
+
+
+def _recorded(progress: Progress, tasks: int, position: str, transaction: Transaction) -> Progress:
+    progress.check(transaction)
+    return progress.move(transaction, tasks, position)
 
 
 def _as_seen(row: _Row, seen: Collection[str]) -> _Row:
@@ -395,80 +428,73 @@ def _log_cancelled(ids: Sequence[str], author: Author) -> None:
         _log.warning("cancelled the task %s: %s", escaped(id), escaped(reason), extra=extra)
 
 
-def _selected_ids(
+def _chunks(
     table: TaskTable,
     selection: TaskSelection,
     position: str | None = None,
     limits: tuple[int, float] = (CHUNK, math.inf),
-) -> Iterator[tuple[str, Sequence[str], Collection[str]]]:
+) -> Iterator[resend.Chunk]:
     """Yield the IDs of the selection after `position` in chunks with at most so many tasks and bytes of messages.
 
     Each with the position after it, and with the IDs that matched at the preview.
     """
+    layout, column = table.layout, _shard_column(table, selection)
+    done, after = operations.next_chunk(position, column)
     if selection.ids is not None:
-        done = json.loads(position)["ids"] if position else 0
-        for page in chunked(selection.ids[done:], CHUNK):
-            rows = {row.id: row for row in _rows_of_ids(table, selection, page)}
-            for ids in chunked(page, *limits, functools.partial(_bytes, rows)):
-                done += len(ids)
-                yield json.dumps({"ids": done}), ids, {id for id in ids if id in rows and rows[id].matches}
+        yield from _chunks_of_ids(table, selection, done, limits)
         return
-    layout, column = table.layout, shard_column(table, selection)
-    begin = operations.next_chunk(position, column)
     ranges = {} if selection.state in ("sent", CANCELLED) else {"topics": _topics(table, selection)}
-    for shard in _shards(table, selection)[begin["shard"] :]:
-        values = selection.values | ranges | {"shard": shard, "limit": PAGE}
-        after: list[Any] | None = begin.get("after") if shard == begin["shard"] else None
-        for next_after, of_shard in _ids_of_shard(table, selection, values, after, limits):
-            yield json.dumps({"column": column, "shard": shard, "after": next_after}), of_shard, set(of_shard)
+    for shard in _shards(table, selection)[done:]:
+        values = selection.values | ranges | {"shard": shard, "limit": PAGE} | _FIRST | after
+        for place, ids in _chunks_of_shard(table, selection, values, limits):
+            text = json.dumps({"column": column, "done": shard, "after": place}, default=shown)
+            yield text, ids, {*ids}
+        after = {}
         if column == layout.column and table.layout != layout:
             # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
             raise LayoutChanged(f"{table.name}: the number of shards was changed. Start a new operation")
 
 
-def shard_column(table: TaskTable, selection: TaskSelection) -> str | None:
+def _shard_column(table: TaskTable, selection: TaskSelection) -> str | None:
     """Return the column by whose shards the tasks are selected. None: by their IDs."""
     if selection.ids is not None:
         return None
     return "CancelledShard" if selection.state == CANCELLED else table.layout.column
 
 
+def _chunks_of_ids(
+    table: TaskTable, selection: TaskSelection, done: int, limits: tuple[int, float]
+) -> Iterator[resend.Chunk]:
+    for page in chunked((selection.ids or ())[done:], CHUNK):
+        rows = {row.id: row for row in _rows_of_ids(table, selection, page)}
+        seen = {row.id for row in rows.values() if row.matches}
+        for ids in chunked(page, *limits, functools.partial(_bytes, rows)):
+            done += len(ids)
+            yield json.dumps({"column": None, "done": done}), ids, seen.intersection(ids)
+
+
 def _bytes(rows: Mapping[str, _Row], id: str) -> int:
     return rows[id].bytes if id in rows else 0
 
 
-def _ids_of_shard(
-    table: TaskTable,
-    selection: TaskSelection,
-    values: dict[str, Any],
-    after: Sequence[Any] | None,
-    limits: tuple[int, float],
-) -> Iterator[tuple[list[Any], Sequence[str]]]:
-    """Yield the selected IDs of a shard in chunks, each with where the next begins.
-
-    That is after an ID, and a SentAt. Of cancelled tasks, it is the number of tasks before it.
-    """
-    statement = operator_sql.next_ids(_state(selection), selection.names)
+def _chunks_of_shard(
+    table: TaskTable, selection: TaskSelection, values: Mapping[str, Any], limits: tuple[int, float]
+) -> Iterator[tuple[Mapping[str, Any], Sequence[str]]]:
+    """Yield the selected IDs of a shard in chunks, each with the place after it. `values` has the first place."""
+    state, by_key = _state(selection), selection.to is not None
+    statement, order = (
+        operator_sql.next_ids(state, selection.names, by_key=by_key),
+        operator_sql.order(state, by_key=by_key),
+    )
+    values = {name: value for name, value in values.items() if name not in _FIRST or name in order}
     values |= _now(statement, selection)
-    if selection.state == CANCELLED:
-        values |= {"offset": after[0] if after else 0}
-    else:
-        values |= {"after_id": after[0] if after else ""}
-    if selection.state == "sent":
-        values |= {"after": datetime.fromisoformat(after[1]) if after else selection.since or LONG_AGO}
     rows: Sequence[Any] = range(PAGE)
     while len(rows) == PAGE:
-        rows = table.query(statement, "outbox-select", values, at=selection.as_of, seconds=SCAN_SECONDS)
-        for chunk in chunked(rows, *limits, lambda row: row[1]):
-            last_id, _, last_sent_at = chunk[-1]
-            if "offset" in values:
-                values["offset"] += len(chunk)
-                yield [values["offset"]], [id for id, *_ in chunk]
-            else:
-                yield [last_id, *([shown(last_sent_at)] if last_sent_at else [])], [id for id, *_ in chunk]
-        if rows and "offset" not in values:
-            last_id, _, last_sent_at = rows[-1]
-            values |= {"after_id": last_id} | ({"after": last_sent_at} if last_sent_at else {})
+        rows = table.query(statement, "outbox-select", values, at=_read_at(selection), seconds=SCAN_SECONDS)
+        for chunk in chunked(rows, *limits, lambda row: row[0]):
+            place = dict(zip(order, chunk[-1][1:], strict=True))
+            values |= place
+            yield place, [row[-1] for row in chunk]
 
 
 def _topics(table: TaskTable, selection: TaskSelection) -> list[str]:

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operator_sql
+from outbox.admin.selection import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.times import shown
 from outbox.errors import OutboxError
@@ -25,8 +26,11 @@ COMPARED = 1_000
 INTERRUPTED_AFTER = timedelta(minutes=1)
 #: The operations that are executed in chunks, so that any process can continue them.
 IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
+#: How a place of a task is read from JSON, by parameter.
+_PLACE: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("after", "after_created"), datetime.fromisoformat), "after_sequence": int, "after_id": str,
+}  # fmt: skip
 _TAG = "outbox-operations"
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class NotContinued(OutboxError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """The row of a retry, resend, purge or cancel as this process has last written it."""
+    """The row of an operation that is executed in chunks, as this process has last written it."""
 
     id: str
     tasks: int = 0
@@ -111,10 +115,15 @@ class Progress:
             )
 
     def move(self, transaction: Transaction, tasks: int, position: str) -> "Progress":
-        """Record a chunk that has changed so many tasks, and where the next one begins."""
+        """Record a chunk that has changed so many tasks, and where the next one begins. `check` comes before it."""
         after = Progress(self.id, self.tasks + tasks, position)
         update(transaction, self.id, Tasks=after.tasks, Position=position, SeenAt=COMMIT_TIMESTAMP)
         return after
+
+    def finish(self, transaction: Transaction) -> None:
+        """Set FinishedAt of the row. Raises NotContinued."""
+        self.check(transaction)
+        update(transaction, self.id, FinishedAt=COMMIT_TIMESTAMP)
 
 
 def latest(
@@ -155,36 +164,35 @@ def found(table: TaskTable, id: str) -> Operation:
     return row
 
 
-def begun(table: TaskTable, id: str, names: Collection[str], read: Callable[[str], T]) -> tuple[Operation, T, Progress]:
-    """Return an operation with one of these names that is executed in chunks, its selection, and how far it is.
-
-    `read` returns the selection. Raises OutboxError.
-    """
+def begun(table: TaskTable, id: str) -> tuple[Operation, TaskSelection, Progress]:
+    """Return an operation that is executed in chunks, its selection, and how far it is. Raises OutboxError."""
     row = found(table, id)
-    if row.operation not in names or row.seen_at is None:
+    if row.operation not in IN_CHUNKS or row.seen_at is None:
         raise OutboxError(f"operation {id} is not a {one_of(*IN_CHUNKS).allowed}, so it cannot be continued")
     try:
-        selection = read(row.selection)
+        selection = TaskSelection.recorded(row.selection)
     except OutboxError as error:
         raise OutboxError(f"operation {id} cannot be continued: {error}") from None
     [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), _TAG)
+    if tasks is None:
+        raise OutboxError(f"the row of the operation is malformed: operation {id} has no Tasks. Start a new operation")
     return row, selection, Progress(id, tasks, position)
 
 
-def next_chunk(position: str | None, column: str | None) -> dict[str, Any]:
-    """Return where the next chunk begins: in shard 0, or at the position in the row.
+def next_chunk(position: str | None, column: str | None) -> tuple[int, dict[str, Any]]:
+    """Return where the next chunk begins: after so many shards, or IDs, and after a place in the next shard.
 
     `column` has the shards of a selection without IDs. Raises OutboxError if they were others at the last chunk, or if
     the position is malformed, because any program may write it.
     """
     try:
-        found: dict[str, Any] = json.loads(position) if position else {"column": column, "shard": 0}
-        is_changed = column and found["column"] != column
-    except (TypeError, ValueError, LookupError) as error:
+        found: dict[str, Any] = json.loads(position) if position else {"column": column, "done": 0}
+        if found["column"] != column:
+            raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
+        after = {name: _PLACE[name](value) for name, value in found.get("after", {}).items()}
+        return int(found["done"]), after
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise OutboxError(f"the row of the operation is malformed: {error!r}. Start a new operation") from None
-    if is_changed:
-        raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
-    return found
 
 
 def begin(
@@ -200,11 +208,6 @@ def begin(
 def end(table: TaskTable, id: str, **columns: Any) -> None:
     """Set FinishedAt and further columns of the row. Raises NotReached, OutboxError."""
     table.transact(_TAG, lambda writer: update(writer, id, FinishedAt=COMMIT_TIMESTAMP, **columns))
-
-
-def add(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> None:
-    """Record a change that has ended. Raises NotReached, OutboxError."""
-    table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, FinishedAt=COMMIT_TIMESTAMP))
 
 
 def stop(table: TaskTable, id: str, author: Author) -> None:
@@ -243,22 +246,6 @@ def record(
 def update(writer: Any, id: str, **columns: Any) -> None:
     """Buffer new values of the row."""
     writer.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
-
-
-def finish(table: TaskTable, progress: Progress) -> str | None:
-    """Set FinishedAt of the row. Return a warning if that failed. Raises NotContinued."""
-
-    def work(transaction: Transaction) -> None:
-        progress.check(transaction)
-        update(transaction, progress.id, FinishedAt=COMMIT_TIMESTAMP)
-
-    try:
-        table.transact(_TAG, work)
-    except NotContinued:
-        raise
-    except OutboxError as error:
-        return f"all tasks are changed, but operation {progress.id} is not recorded as finished: {error}"
-    return None
 
 
 def as_json(selection: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 from outbox.admin import error_groups
@@ -23,7 +23,7 @@ from outbox.table.shared_sql import (
     workers,
 )
 from outbox.table.shared_sql import by_ids as of_ids
-from outbox.table.states import CANCELLED, CONDITIONS, FIRST_DUE_SQL, LATER_SQL, RANGES, STATE_SQL
+from outbox.table.states import CANCELLED, CONDITIONS, FIRST_DUE_SQL, LATER_SQL, NO_SEQUENCE, RANGES, STATE_SQL
 
 _ERROR_GROUP, _ERROR = error_groups.sql("LastError")
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
@@ -205,13 +205,18 @@ def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
     return [(EACH_TOPIC, f"{OF_TOPIC} AND {range_}{narrowing}") for range_ in _RANGES[state]]
 
 
-def _beyond(time: str, *, newest: bool) -> str:
-    """Return the condition for the tasks behind the position (@after, @after_created, @after_id) of a list."""
-    sign = "<" if newest else ">"
-    return (
-        f"({time} {sign} @after OR {time} = @after AND (CreatedAt {sign} @after_created "
-        f"OR CreatedAt = @after_created AND Id {sign} @after_id))"
-    )
+def _beyond(place: Mapping[str, str], *, newest: bool = False) -> str:
+    """Return the condition for the rows behind a place: the parameter of each column that they are sorted by."""
+    sign, condition = "<" if newest else ">", ""
+    for parameter, column in reversed([*place.items()]):
+        more = f" OR {column} = @{parameter} AND {condition}" if condition else ""
+        condition = f"({column} {sign} @{parameter}{more})"
+    return condition
+
+
+def _listed(time: str) -> dict[str, str]:
+    """Return the place of a task in a list."""
+    return {"after": time, "after_created": "CreatedAt", "after_id": "Id"}
 
 
 def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
@@ -258,19 +263,20 @@ def listed_unsent(
     return at_now(f"""
 SELECT in_state, {columns} FROM (
   SELECT in_state, Id AS found FROM ({union})
-  WHERE {_beyond("CreatedAt", newest=newest)}
+  WHERE {_beyond(_listed("CreatedAt"), newest=newest)}
   ORDER BY {first}CreatedAt{direction}, Id{direction} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found""")
 
 
 def listed_sent(columns: str, names: Collection[str], *, newest: bool) -> str:
     """Return the statement for state and `columns` of the next @limit sent tasks by SentAt, CreatedAt and Id."""
-    order = ", ".join(f"{name} DESC" if newest else name for name in ("SentAt", "CreatedAt", "Id"))
+    place = _listed("SentAt")
+    order = ", ".join(f"{name} DESC" if newest else name for name in place.values())
     [(places, where)] = _ranges_of("sent", names)
     return f"""
 SELECT 'sent', {columns} FROM (
   SELECT task.Id AS found FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names)[0]} WHERE {where} AND {_beyond("SentAt", newest=newest)}
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names)[0]} WHERE {where} AND {_beyond(place, newest=newest)}
     ORDER BY {order} LIMIT @limit)) AS task
   ORDER BY {order} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found"""
@@ -330,40 +336,38 @@ SELECT of_task, MIN(error), COUNT(*) AS number FROM ({groups})
 GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit""")
 
 
-def next_ids(state: str, names: Collection[str]) -> str:
+_SEQUENCE = f"COALESCE(Sequence, {NO_SEQUENCE})"
+
+
+def order(state: str, *, by_key: bool) -> dict[str, str]:
+    """Return what a change of a state sorts the tasks of a shard by: the column of each parameter of a place.
+
+    `by_key`: those of an ordering key are in its order, as cancelled tasks always are.
+    """
+    if by_key or state == CANCELLED:
+        return {"after_created": "CreatedAt", "after_sequence": _SEQUENCE, "after_id": "Id"}
+    return {"after": "SentAt", "after_id": "Id"} if state == "sent" else {"after_id": "Id"}
+
+
+def next_ids(state: str, names: Collection[str], *, by_key: bool = False) -> str:
     """Return the statement for the next @limit tasks of @shard at @now, and of @topics unless they are sent.
 
-    A row has Id, Bytes and SentAt. The pages are read at one time, at which no task is changed yet. So each one begins
-    after the last row of the page before: after @after_id, and of sent tasks after (@after, @after_id). Cancelled tasks
-    are in the order of their keys, in which they are restored, from @offset on.
+    A row has Bytes and its place in the `order`, Id last. Each page begins after the place of the last row before it.
     """
-    narrowing = narrowed("sent" if state == CANCELLED else state, names)
     if state == CANCELLED:
-        rows = of_cancelled(f"SELECT Id, Bytes, NULL FROM {TO_SEND} WHERE Shard = @shard{narrowing}")
-        return f"{rows} ORDER BY CreatedAt, Sequence, Id LIMIT @limit OFFSET @offset"
+        return of_cancelled(next_ids("sent", names, by_key=True))
+    place, index = order(state, by_key=by_key), _index(names)[0]
+    columns = ", ".join(place.values())
     if state == "sent":
-        return at_now(f"""
-SELECT Id, Bytes, SentAt FROM {TO_SEND}
-WHERE Shard = @shard AND SentAt >= @after AND (SentAt > @after OR Id > @after_id){narrowing}
-ORDER BY SentAt, Id LIMIT @limit""")
-    range_ = " OR ".join(RANGES[state])
+        rows = f"{index} WHERE Shard = @shard AND SentAt {'IS NOT NULL' if by_key else '>= @after'}"
+    else:
+        range_ = " OR ".join(RANGES[state])
+        rows = f"""UNNEST(@topics) AS of_topic
+{SEEK} {index} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
+WHERE TRUE"""
     return at_now(f"""
-SELECT Id, Bytes, SentAt FROM UNNEST(@topics) AS of_topic
-{SEEK} {_index(names)[0]} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
-WHERE Id > @after_id{narrowing}
-ORDER BY Id LIMIT @limit""")
-
-
-def sent_places(names: Collection[str]) -> str:
-    """Return the statement for the order and the size of the narrowed sent tasks of @shard, in no order."""
-    return f"""
-SELECT CreatedAt, Sequence, Id, Bytes FROM (
-  SELECT Id AS found FROM {_index(names)[0]} WHERE Shard = @shard AND SentAt IS NOT NULL{narrowed("sent", names)})
-{SEEK} {BY_ID} ON Id = found"""
-
-
-#: The same of the tasks @ids with their topics.
-PLACES = of_ids("CreatedAt, Sequence, Id, Bytes, Topic")
+SELECT Bytes, {columns} FROM {rows} AND {_beyond(place)}{narrowed(state, names)}
+ORDER BY {columns} LIMIT @limit""")
 
 
 def messages(condition: str) -> str:
@@ -390,56 +394,50 @@ SELECT {", ".join(SENT_COLUMNS)} FROM (
 {SEEK} {BY_ID} ON Id = found"""
 
 
-def by_ids(condition: str, *, lock: bool = False) -> str:
+def rows_by_ids(columns: str, *, cancelled: bool = False, lock: bool = False) -> str:
+    """Return the statement for `columns` of the tasks @ids, or of cancelled ones, with exclusive locks if `lock`."""
+    statement = of_ids(columns, lock=lock)
+    return statement.replace(f"{BY_ID} AS task", f"{_CANCELLED_BY_ID} AS task") if cancelled else statement
+
+
+def by_ids(condition: str, *, cancelled: bool = False, lock: bool = False) -> str:
     """Return the statement that reads tasks by @ids, at @now. With `lock`, it reads them now, and locks them.
 
     A condition with HELD also makes a seek for the head of each deferred task.
 
-    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed. The last column is the
-    start of the age of a task that keeps its age when it is retried: one that the workers have not given up.
+    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed. The last column but one is
+    the start of the age of a task that keeps its age when it is retried: one that the workers have not given up.
     """
-    columns = f"""Id, Topic, OrderingKey, Shard,
-  CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
-    ELSE {STATE_SQL} END,
+    state, due_at = f"'{CANCELLED}'", "NULL"
+    if not cancelled:
+        state = f"""CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]})
+    THEN 'expired' ELSE {STATE_SQL} END"""
+        due_at = f"IF({CONDITIONS['retrying']} OR {CONDITIONS['blocked']}, {FIRST_DUE_SQL}, NULL)"
+    columns = f"""Id, Topic, OrderingKey, {state},
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
-  {_ERROR}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL), Bytes"""
-    return of_ids(columns, lock=True) if lock else at_now(of_ids(columns))
-
-
-def cancelled_by_ids(condition: str, *, lock: bool = False) -> str:
-    """Return `by_ids` for cancelled tasks."""
-    columns = f"""Id, Topic, OrderingKey, CancelledShard, '{CANCELLED}', COALESCE({condition}, FALSE),
-  CURRENT_TIMESTAMP(), ExpiresAt, BlockedBy, {_ERROR}, DueAt, Bytes"""
-    statement = _from_cancelled(of_ids(columns, lock=lock))
+  {_ERROR}, {due_at}, Bytes"""
+    statement = rows_by_ids(columns, cancelled=cancelled, lock=lock)
     return statement if lock else at_now(statement)
 
 
-def _from_cancelled(statement: str) -> str:
-    return statement.replace(f"{BY_ID} AS task", f"{_CANCELLED_BY_ID} AS task")
+def places(*, cancelled: bool) -> str:
+    """Return the statement for the topics of the tasks @ids, or of cancelled ones, and their places by ordering key."""
+    return rows_by_ids(f"Id, Topic, CreatedAt, {_SEQUENCE}", cancelled=cancelled)
 
 
-def rows_by_ids(columns: str, *, cancelled: bool = False) -> str:
-    """Return the statement for `columns` of the tasks @ids, or of cancelled ones, with exclusive locks."""
-    statement = of_ids(columns, lock=True)
-    return _from_cancelled(statement) if cancelled else statement
-
-
-#: How many of the cancelled tasks @ids would follow a later task of their key that was sent since. @shard_count is that
-#: of the table.
-OVERTAKEN = f"""
-SELECT COUNT(*) FROM UNNEST(@ids) AS wanted
-{SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted
-WHERE task.OrderingKey IS NOT NULL AND EXISTS (
-  SELECT 1 FROM {IN_ORDER} AS later
-  WHERE later.Shard = ABS(MOD(FARM_FINGERPRINT(task.OrderingKey), @shard_count))
-    AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL AND later.Topic = task.Topic
-    AND later.SentAt >= task.CancelledAt
-    AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
-      AND COALESCE(later.Sequence, {-(2**63)}) > COALESCE(task.Sequence, {-(2**63)})))"""
-#: The places of the cancelled tasks @ids in the order of their keys.
-IN_KEY_ORDER = f"""
-SELECT task.Id, task.CreatedAt, task.Sequence
-FROM UNNEST(@ids) AS wanted {SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted"""
+#: How many of the cancelled tasks @ids have an ID that exists again, and how many of the others would follow a later
+#: task of their key that was sent since. @shard_count is that of the table.
+REFUSED_AND_OVERTAKEN = f"""
+SELECT COUNTIF(is_there), COUNTIF(NOT is_there AND is_overtaken) FROM (
+  SELECT EXISTS (SELECT 1 FROM {BY_ID} AS existing WHERE existing.Id = task.Id) AS is_there,
+    task.OrderingKey IS NOT NULL AND EXISTS (
+      SELECT 1 FROM {IN_ORDER} AS later
+      WHERE later.Shard = ABS(MOD(FARM_FINGERPRINT(task.OrderingKey), @shard_count))
+        AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL AND later.Topic = task.Topic
+        AND later.SentAt >= task.CancelledAt
+        AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
+          AND COALESCE(later.Sequence, {NO_SEQUENCE}) > COALESCE(task.Sequence, {NO_SEQUENCE}))) AS is_overtaken
+  FROM UNNEST(@ids) AS wanted {SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted)"""
 
 
 #: The ID and SentAt of tasks, with exclusive locks.

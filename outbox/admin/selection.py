@@ -1,7 +1,8 @@
-"""The selection of the tasks that a command or an operation of the console is about."""
+"""The tasks that a command or an operation of the console is about, and what became of them."""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ class TaskSelection:
     pending tasks are excluded, because they need no retry, and blocked ones, because the head of their key releases
     them, unless this head is gone. Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
     `operation` is the ID of the operation that cancelled the tasks, and then times are those of the cancels. `as_of` is
-    the time of the preview. A count is as of then, and a change takes only tasks that matched then, too.
+    the time of the preview. A count is as of then, and a change takes only tasks that matched then, too. Of a resend,
+    `to` is the full name of the Pub/Sub topic, and `rate` a max number of tasks per second.
     """
 
     state: str | None = None
@@ -37,6 +39,8 @@ class TaskSelection:
     operation: str | None = None
     include_expired: bool = True
     as_of: datetime | None = None
+    to: str | None = None
+    rate: int | None = None
 
     @classmethod
     def recorded(cls, text: str) -> Self:
@@ -70,6 +74,19 @@ class TaskSelection:
         unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({operator_sql.HELD})"
         state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
         return state + operator_sql.narrowed(self.state, self.names)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of one chunk: IDs that were changed, states of tasks that were not changed, and IDs without a row.
+
+    `heads` are the IDs of the key heads that block unchanged tasks.
+    """
+
+    changed: tuple[str, ...]
+    unchanged: Mapping[str, str]
+    missing: tuple[str, ...]
+    heads: frozenset[str] = frozenset()
 
 
 def _recorded(name: str, value: Any) -> Any:

@@ -15,10 +15,10 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import operator_sql
 from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
-from outbox.program.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings, PubSubSettings
 from outbox.table import schema
 from outbox.table.connection import open_database
-from outbox.table.controls import CONTROLS
+from outbox.table.controls import CONTROLS, TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import NOW, parameters
 from outbox.table.transactions import PESSIMISTIC, check_database, retry_and_timeout, transact
@@ -124,6 +124,12 @@ class TaskTable:
         return self.name.split("/")[1]
 
     @property
+    def pubsub(self) -> PubSubSettings:
+        """Return where Pub/Sub is, by the environment. Raises SettingError."""
+        _, project, _, instance, _, database = self.name.split("/")
+        return PubSubSettings.read({"project": project, "instance": instance, "database": database})
+
+    @property
     def principal(self) -> str:
         """Return the account of the credentials.
 
@@ -168,9 +174,13 @@ class TaskTable:
         with self._errors(), self.database.snapshot() as snapshot:
             return list(snapshot.read(table, columns, keys, **_request(tag, seconds)))
 
+    def controls(self, at: datetime | None = None) -> dict[str, TopicControls]:
+        """Return the topic controls by topic: all rows."""
+        return {topic: TopicControls(*row) for topic, *row in self.query(CONTROLS, "outbox-topics", at=at)}
+
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
-        topics = {name for name, *_ in self.query(CONTROLS, "outbox-topics", at=at)}
+        topics = {*self.controls(at)}
         # `topics` has every topic up to `complete_up_to`. If `complete_up_to` is None, it has all topics.
         complete_up_to: str | None = ""
         # Begin at the empty name: a writer that bypasses the library may have inserted an empty Topic.

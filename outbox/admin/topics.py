@@ -16,8 +16,8 @@ from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.values import listed, topic_name
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import PubSubSettings, did_you_mean
-from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
+from outbox.program.settings import did_you_mean
+from outbox.table.controls import COLUMNS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
 
 _TAG = "outbox-topics"
 #: What a person must know before a route changes.
@@ -25,11 +25,6 @@ ORDERED = "Subscribers of {} do not get the earlier messages of an ordering key,
 
 #: The rows of some topics before and after a change. None: the table has no row.
 Difference: TypeAlias = Mapping[str, tuple[TopicControls | None, TopicControls | None]]
-
-
-def controls(table: TaskTable) -> dict[str, TopicControls]:
-    """Return all rows by topic."""
-    return {topic: TopicControls(*row) for topic, *row in table.query(CONTROLS, _TAG)}
 
 
 def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
@@ -51,7 +46,7 @@ def sent_lately(table: TaskTable) -> set[str]:
 
 def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
     """Return the `topics` that have no row, no unsent task, and no task sent in the last minute."""
-    known = controls(table).keys() | waiting(table, topics)
+    known = table.controls().keys() | waiting(table, topics)
     if not known.issuperset(topics):
         known |= sent_lately(table)
     return [topic for topic in topics if topic not in known]
@@ -79,15 +74,8 @@ def check_destinations(table: TaskTable, topics: Iterable[str | None]) -> str | 
     """Ask Pub/Sub whether topics exist. Return why that is unknown, or None. Raises OutboxError if one does not."""
     from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
 
-    settings = pubsub_settings(table)
-    found = (check_topic(settings, topic_name(topic, table.project)) for topic in sorted({*filter(None, topics)}))
+    found = (check_topic(table.pubsub, topic_name(topic, table.project)) for topic in sorted({*filter(None, topics)}))
     return "; ".join(filter(None, found)) or None
-
-
-def pubsub_settings(table: TaskTable) -> PubSubSettings:
-    """Return where Pub/Sub is, by the environment. Raises SettingError."""
-    _, project, _, instance, _, database = table.name.split("/")
-    return PubSubSettings.read({"project": project, "instance": instance, "database": database})
 
 
 def change(

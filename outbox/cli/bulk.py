@@ -120,8 +120,6 @@ def carry_out(
             for outcome in outcomes:
                 report.add(outcome)
                 show(report)
-                if outcome.warning:
-                    note(outcome.warning)
                 if received:
                     break
             else:
@@ -142,7 +140,7 @@ def resume(
 
     Return 1 if one was not changed. Raises OutboxError.
     """
-    outcomes = admin.continuing.resume(table, id)
+    outcomes = admin.changes.resume(table, id)
     operation = admin.operations.found(table, id)
     total = (operation.selected or 0) - (operation.tasks or 0)
     return execute(table, options, operation.operation, outcomes, id, author, total=total)

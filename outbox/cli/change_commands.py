@@ -148,11 +148,7 @@ def _carry_out(
     if options.command == "cancel":
         logs.configure()
     name, id, author = options.command, admin.operations.new_id(), flags.author(options)
-    if isinstance(selection, admin.resend.Resend):
-        admin.resend.begin(table, selection, author, id=id, selected=selected)
-        outcomes = admin.resend.resume(table, id)
-    else:
-        outcomes = admin.changes.change(table, name, selection, author, id=id, selected=selected)
+    outcomes = admin.changes.change(table, name, selection, author, id=id, selected=selected)
     return bulk.execute(table, options, name, outcomes, id, author, total=selected, ids=selection.ids or ())
 
 
@@ -186,8 +182,8 @@ def _selection(
         since = selection.since or of_cancel.started_at
         selection = dataclasses.replace(selection, operation=of_cancel.id, since=since)
     if name == "resend":
-        selection = resend = admin.resend.checked(table, selection, options.to, options.rate, own=options.force)
-        if unchecked := admin.resend.check_exists(table, resend):
+        selection = admin.resend.checked(table, selection, options.to, options.rate, own=options.force)
+        if unchecked := admin.resend.check_exists(table, selection):
             note(unchecked)
     return selection
 
@@ -226,9 +222,7 @@ def _groups(found: "admin.changes.Preview") -> Iterator[str]:
 
 
 def _effect(options: argparse.Namespace, selection: "admin.changes.TaskSelection") -> str:
-    if isinstance(selection, admin.resend.Resend):
-        return f"be published to {selection.to}"
-    return EFFECTS[options.command]
+    return f"be published to {selection.to}" if selection.to else EFFECTS[options.command]
 
 
 def _confirm(

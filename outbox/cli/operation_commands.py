@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 def run_continue(options: argparse.Namespace) -> int:
     """Continue an operation; return 0, or 1 if a task was not changed. Raises SettingError, NotReached, OutboxError."""
     task_table, author = flags.open_table(options), flags.author(options)
-    operation = admin.continuing.check(task_table, options.id)  # before the note of a stop is cleared
+    operation = admin.changes.continued(task_table, options.id)  # before the note of a stop is cleared
     if not options.dry_run:
         logs.configure()  # a cancel logs its tasks
         admin.operations.proceed(task_table, options.id, author)

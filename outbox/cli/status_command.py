@@ -144,7 +144,7 @@ def _rendered(
     problems = admin.problems.find(
         backlog,
         orphans=admin.workers.shards_without_worker(task_table, backlog.workers, backlog.as_of),
-        controls=admin.topics.controls(task_table),
+        controls=task_table.controls(),
         paused_by=admin.problems.pauses(task_table, backlog),
         blocked=admin.tasks.blocked_heads(task_table, backlog, 1) if backlog.everything.blocked else (),
     )

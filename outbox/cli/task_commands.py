@@ -109,7 +109,7 @@ def run_list(options: argparse.Namespace) -> int:
 def _note_holds(task_table: "admin.table.TaskTable", tasks: "Sequence[admin.tasks.Task]", at: datetime) -> None:
     """Print for each topic with due tasks why none of them is published now. Raises NotReached, OutboxError."""
     topics = sorted({task.columns["Topic"] for task in tasks if task.state in LEFT_TO_SEND})
-    controls = admin.topics.controls(task_table) if topics else {}
+    controls = task_table.controls() if topics else {}
     workers = admin.workers.live(task_table, at) if topics else []
     for topic in topics:
         is_paused = topic in controls and controls[topic].paused

@@ -121,7 +121,7 @@ def run_pause(options: argparse.Namespace) -> int:
     table = _open_known(options, "Pause")
     _report(admin.topics.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
     paused = {topic_name(topic, table.project) for topic in options.topics}
-    for topic, controls in sorted(admin.topics.controls(table).items()):
+    for topic, controls in sorted(table.controls().items()):
         to = controls.publish_to
         if to is not None and not controls.paused and topic_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
@@ -182,7 +182,7 @@ def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = flags.open_table(options)
     backlog = read_noted(table, exact=options.exact)
-    controls, lines = admin.topics.controls(table), backlog.topics()
+    controls, lines = table.controls(), backlog.topics()
     none = admin.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.backlog.COUNTS))
     topics = [
         (topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in sorted({*controls, *lines})
@@ -202,7 +202,7 @@ def run_topics(options: argparse.Namespace) -> int:
 
 def run_export(options: argparse.Namespace) -> int:
     """Print the file; returns 0. Raises SettingError, NotReached, OutboxError."""
-    controls = admin.topics.controls(flags.open_table(options))
+    controls = flags.open_table(options).controls()
     topics = {
         topic: {name: value for name in FIELDS if (value := by_field(dataclasses.asdict(row))[name]) is not None}
         for topic, row in sorted(controls.items())
@@ -232,7 +232,7 @@ def run_apply(options: argparse.Namespace) -> int:
 def run_forget(options: argparse.Namespace) -> int:
     """Delete the row of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     table, [topic] = flags.open_table(options), options.topics
-    row = admin.topics.controls(table).get(topic)
+    row = table.controls().get(topic)
     if row not in (None, NO_CONTROLS):
         confirm(f"{escaped(topic)} has: {described(row)}. Forget it?", yes=options.yes)
     admin.topics.apply(table, {topic: None}, flags.author(options))

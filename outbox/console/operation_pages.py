@@ -101,7 +101,7 @@ class Action:
         operation, _ = _found(visit)
         if _acted(operation) != self:
             raise Refused(400, "This operation cannot be continued here", "Run its command or its job again.")
-        admin.continuing.check(visit.console.table, operation.id)
+        admin.changes.continued(visit.console.table, operation.id)
         admin.operations.proceed(visit.console.table, operation.id, visit.author())
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)
@@ -137,13 +137,13 @@ class Resend(Action):
         most = checked(flags.RATE, rate, "rate") if rate else None
         try:
             to, own = visit.form.get("to", "").strip(), "force" in visit.form
-            resend = admin.resend.checked(table, selection, to, most, own=own)
-            admin.resend.check_exists(table, resend)
+            selection = admin.resend.checked(table, selection, to, most, own=own)
+            admin.resend.check_exists(table, selection)
         except NotReached:
             raise
         except OutboxError as error:
             raise Refused(400, "The topic cannot be used", str(error), "to") from None
-        return admin.resend.begin(table, resend, author, id=id, selected=selected)
+        return Action.begin(self, visit, selection, author, id=id, selected=selected)
 
 
 ACTIONS = (

@@ -103,7 +103,7 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
     """Read what the pages show without a selection. Raises NotReached, OutboxError."""
     backlog = admin.backlog.read(table)
     progress = admin.reshard.Resharding(table).progress()
-    controls = admin.topics.controls(table)
+    controls = table.controls()
     orphans = admin.workers.shards_without_worker(table, backlog.workers, backlog.as_of)
     blocked = admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.everything.blocked else ()
     return Status(

@@ -43,18 +43,13 @@ class Running:
     def _is_to_be_repeated(self, id: str) -> bool:
         """Execute chunks. Return True if Spanner could not be reached, so that the next one is tried later."""
         try:
-            for outcome in admin.continuing.resume(self._table, id):
+            for outcome in admin.changes.resume(self._table, id):
                 self.errors.pop(id, None)
                 for task, why in outcome.unchanged.items():
                     _log.warning("operation %s left out the task %s: %s", id, escaped(task), escaped(why))
-                if outcome.warning:
-                    raise NotReached(outcome.warning)
         except OutboxError as error:
             if not isinstance(error, NotContinued):
                 self.errors[id] = str(error)
                 _log.warning("operation %s: %s", id, error)
             return isinstance(error, NotReached)
-        except (TypeError, ValueError, LookupError) as error:  # any program may write the columns Tasks and Position
-            self.errors[id] = f"the row of the operation is malformed: {error!r}. Start a new operation"
-            _log.warning("operation %s: %s", id, self.errors[id])
         return False

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from opentelemetry.trace import format_trace_id
 from starlette.responses import RedirectResponse, Response
 
@@ -166,7 +167,8 @@ def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
 def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
     task = _found(visit, data=False)
-    admin.operations.add(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author())
+    ended = {"FinishedAt": COMMIT_TIMESTAMP}
+    admin.operations.begin(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author(), **ended)
     attributes, data = _message(visit)
     given, size = attributes or {}, len(data)
     kind, lines = readable(data[:SHOWN_BYTES], whole=size <= SHOWN_BYTES)

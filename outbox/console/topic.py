@@ -97,7 +97,7 @@ def _write(visit: Visit) -> Response:
 def _check(visit: Visit) -> Response:
     """Ask Pub/Sub whether the topic, or that of its route, exists. Nothing is changed or recorded."""
     table, topic = visit.console.table, _topic(visit)
-    control = admin.topics.controls(table).get(topic)
+    control = table.controls().get(topic)
     try:
         unchecked = admin.topics.check_destinations(table, [(control and control.publish_to) or topic])
     except NotReached:

@@ -178,7 +178,7 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     assert re.search(r"Last change: pause [\d.]+s ago", text(page))
     assert caller.post("/topic/forget?name=a/b", headers=SAME, content="").status_code == 400  # without a reason
     assert caller.post("/topic/forget?name=a/b", headers=SAME, content="reason=gone").status_code == 303
-    assert admin.topics.controls(TaskTable(table)) == {}
+    assert TaskTable(table).controls() == {}
 
 
 def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retried(database: Database) -> None:
@@ -215,7 +215,7 @@ def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, 
     insert(database, [row("a")])
     answer = console(database).post(path, headers=SAME, content=form)
     assert (answer.status_code, sentence in text(answer.text)) == (status, True), text(answer.text)
-    assert admin.topics.controls(TaskTable(opened(database))) == {}
+    assert TaskTable(opened(database)).controls() == {}
     assert admin.operations.latest(TaskTable(opened(database)), 1) == []
 
 

@@ -128,7 +128,7 @@ def test_a_missing_index_is_named(own_database: Database):
     for work in ("pause", "cancel"):  # nothing is changed without its record
         with pytest.raises(NotReached, match=r"AsynchronousTaskOperations is missing.*See `outbox schema apply`"):
             WORK[work](table)
-    assert (rows_of(own_database), topics.controls(table)) == (before, {})
+    assert (rows_of(own_database), table.controls()) == (before, {})
 
 
 def test_a_refusal_unrelated_to_the_schema_is_reported_as_it_is(database: Database):

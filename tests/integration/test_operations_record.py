@@ -1,5 +1,6 @@
 """Each change of an operator is recorded in the transactions that make it: who, when, the selection and the count."""
 
+import itertools
 import json
 import uuid
 from datetime import datetime
@@ -107,19 +108,22 @@ def test_no_task_is_changed_without_a_record(database: Database, table: TaskTabl
     assert rows_of(database).keys() == before.keys() | {"b"}
 
 
-def test_changed_tasks_without_an_end_are_a_warning(
+def test_an_operation_that_could_not_be_recorded_as_finished_is_continued(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """The tasks are changed, so the command does not fail."""
+    """Its tasks are changed, and are not changed again."""
     insert(database, [row("a", **DEAD)])
-    original = TaskTable.transact
+    original, calls = TaskTable.transact, itertools.count(1)
 
     def fail(self: TaskTable, tag: str, work: Any) -> Any:
-        if tag == "outbox-operations":
+        if next(calls) == 3:
             raise NotReached("Spanner did not answer")
         return original(self, tag, work)
 
     monkeypatch.setattr(TaskTable, "transact", fail)
-    *_, last = changes.change(table, "retry", TaskSelection(ids=("a",)))
-    assert last.warning is not None
-    assert "not recorded as finished: Spanner did not answer" in last.warning
+    with pytest.raises(NotReached):
+        list(changes.change(table, "retry", TaskSelection(ids=("a",))))
+    [record] = recorded(table)
+    assert (record.tasks, record.finished_at) == (1, None)
+    assert list(changes.resume(table, record.id)) == []
+    assert recorded(table)[0].finished_at is not None

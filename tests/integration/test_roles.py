@@ -137,7 +137,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         lambda: operations.stop(table, "1", operations.UNNAMED),
         lambda: operations.proceed(table, "1", operations.UNNAMED),
         lambda: list(changes.resume(table, "1")),
-        lambda: operations.add(table, "view", {"ids": ["behind"]}),
+        lambda: operations.begin(table, "view", {"ids": ["behind"]}),
         lambda: list(changes.change(table, "restore", TaskSelection(state=CANCELLED, ids=("dead too",)))),
         lambda: list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("dead too",)))),
         lambda: list(changes.change(table, "purge", TaskSelection(state=CANCELLED))),
@@ -160,7 +160,7 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     heard = Heard(own_database)
     table = TaskTable(own_database)
     seen = backlog.read(table)
-    backlog.oldest_ages(table), operations.latest(table, 1), topics.controls(table), topics.unknown(table, ["a"])
+    backlog.oldest_ages(table), operations.latest(table, 1), table.controls(), topics.unknown(table, ["a"])
     tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
     tasks.find(table, [CANCELLED]), tasks.task(table, "none", data=False)
     changes.preview(table, TaskSelection(state=CANCELLED), "restore")

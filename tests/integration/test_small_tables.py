@@ -11,7 +11,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, operations, reshard, topics
+from outbox.admin import backlog, operations, reshard
 from outbox.admin.table import TaskTable
 from outbox.cli import status_command
 from outbox.devtools.emulators import Emulators
@@ -94,7 +94,7 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
     listed = outbox.here("topics", "--json").stdout
     found = json.loads(listed, parse_constant=pytest.fail)["topics"]
     assert {each["topic"]: each["paused"] for each in found} == {topic: True for topic, *_ in rows}
-    assert topics.controls(TaskTable(database))["rate inf"].rate_per_second == math.inf
+    assert TaskTable(database).controls()["rate inf"].rate_per_second == math.inf
 
 
 def test_no_recorded_layout_stops_the_commands_or_the_workers(database: Database, store: SpannerStore) -> None:

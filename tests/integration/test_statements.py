@@ -44,7 +44,14 @@ def test_no_plan_depends_on_the_optimizer() -> None:
     page, statements = runpy.run_path(str(ROOT / "docs/statements.py"))["page"], set[str]()
     for state, names, newest in itertools.product((*STATES, CANCELLED), NARROWED, (False, True)):
         states = [state] if state in UNSENT else ["dead"]
-        given = {"state": state, "states": states, "names": names, "newest": newest, "cancelled": newest}
+        given = {
+            "state": state,
+            "states": states,
+            "names": names,
+            "newest": newest,
+            "cancelled": newest,
+            "by_key": newest,
+        }
         page.__globals__["EXAMPLES"] |= given | {"attempts": not newest}
         blocks = re.findall(r"^```sql\n(.*?)^```", page(), re.MULTILINE | re.DOTALL)
         statements |= {" ".join(each.split()) for each in blocks}

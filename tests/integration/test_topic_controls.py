@@ -47,7 +47,7 @@ def command(emulators: Emulators, database: Database) -> Command:
 
 
 def rows(database: Database) -> dict[str, Controls]:
-    return topics.controls(TaskTable(database))
+    return TaskTable(database).controls()
 
 
 def have(database: Database, *names: str) -> None:

@@ -25,7 +25,7 @@ from outbox.registration import TABLE
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
-from outbox.table.states import CANCELLED, first_due, is_dead
+from outbox.table.states import CANCELLED, NO_SEQUENCE, first_due, is_dead
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
 from tests.support.fakes import StoredTask
@@ -54,11 +54,6 @@ def state_of(row: StoredTask, now: datetime) -> str:
 def _value(row: StoredTask, column: str) -> Any:
     """Return the value of a column as the client returns it."""
     return b64encode(row.data) if column == "Data" else getattr(row, attribute(column))
-
-
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the place of a cancelled task in the order of its key."""
-    return row["CreatedAt"], row["Sequence"] is not None, row["Sequence"] or 0, row["Id"]
 
 
 def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
@@ -129,7 +124,7 @@ class Work:
     def _row(self, row: StoredTask, now: datetime) -> list[Any]:
         """Return what `statements.by_ids` selects."""
         assert self._selection is not None
-        values = dataclasses.asdict(row) | {"shard": 0, "now": now, "error": row.last_error, "bytes": len(row.data)}
+        values = dataclasses.asdict(row) | {"now": now, "error": row.last_error, "bytes": len(row.data)}
         state = state_of(row, now)
         values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
         self.states[row.id] = state
@@ -138,9 +133,9 @@ class Work:
         return [values[name] for name in changes._Row._fields]
 
     def _cancelled(self, row: Mapping[str, Any], now: datetime) -> list[Any]:
-        """Return what `operator_sql.cancelled_by_ids` selects."""
+        """Return what `operator_sql.by_ids` selects of a cancelled task."""
         assert self._selection is not None
-        values = {attribute(name): value for name, value in row.items()} | {"shard": 0, "now": now, "error": None}
+        values = {attribute(name): value for name, value in row.items()} | {"now": now, "error": None}
         values |= {"state": CANCELLED, "bytes": len(row["Data"])}
         values["matches"] = row["OperationId"] == self._selection.operation
         return [values[name] for name in changes._Row._fields]
@@ -286,15 +281,18 @@ class Commands(TaskTable):
         self._began = spanner.clockwork.now
         self._names = selection.names if selection else frozenset()
         self._is_of_cancelled = selection is not None and selection.state == CANCELLED
-        #: The selected tasks as of now, each with its SentAt.
+        #: The selected tasks as of now, each with its place without the ID.
         self.seen = {
-            row.id: row.sent_at
+            row.id: (row.sent_at,) if row.sent_at else ()
             for row in (spanner.table.rows.values() if selection else ())
             if selection and matches(selection, row, self.now())
         }
         if self._is_of_cancelled and selection:
-            kept = sorted(spanner.others[CANCELLED_TABLE].values(), key=_place)
-            self.seen = {row["Id"]: None for row in kept if row["OperationId"] == selection.operation}
+            self.seen = {
+                row["Id"]: (row["CreatedAt"], NO_SEQUENCE if row["Sequence"] is None else row["Sequence"])
+                for row in spanner.others[CANCELLED_TABLE].values()
+                if row["OperationId"] == selection.operation
+            }
         #: The unsent tasks of now, for reads as of the begin of a replay.
         self._unsent = frozenset() if selection else frozenset(row.id for row in spanner.table.unsent_rows())
         #: What its transactions wrote.
@@ -319,14 +317,11 @@ class Commands(TaskTable):
         assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
             statement
         )
-        if self._is_of_cancelled:
-            found = [[id, 0, None] for id in [*self.seen][values["offset"] :]] if values["shard"] == 0 else []
-        elif "after" in values:
-            pairs = sorted((sent_at, id) for id, sent_at in self.seen.items())
-            found = [[id, 0, at] for at, id in pairs if (at, id) > (values["after"], values["after_id"])]
-        else:
-            found = [[id, 0, None] for id in sorted(self.seen) if id > values["after_id"]]
-        return found[: values["limit"]]
+        if self._is_of_cancelled and values["shard"] != 0:
+            return []
+        after = [values[name] for name in ("after", "after_created", "after_sequence", "after_id") if name in values]
+        found = ([*place, id] for id, place in self.seen.items())
+        return [[0, *place] for place in sorted(found) if place > after][: values["limit"]]
 
     def rows(self, columns: Sequence[str], keys: Any, *_more: Any, **_options: Any) -> Iterator[list[Any]]:
         """Yield the unsent tasks as of when the replay began."""

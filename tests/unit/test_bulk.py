@@ -42,13 +42,12 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
             1,
             "12 tasks not changed, not in the table: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
         ),
-        (Outcome(("a",), {}, (), "tails wait"), 0, "tails wait"),
     ],
 )
 def test_tasks_that_were_not_changed_are_explained(
     outcome: Outcome, code: int, output: str, capsys: pytest.CaptureFixture[str]
 ):
-    """A missing task or a wrong state is a failure. A task that needs no change, or a warning, is not."""
+    """A missing task or a wrong state is a failure. A task that needs no change is not."""
     report = bulk.carry_out(iter([outcome]), GO_ON)
     numbers = Counter(report.unchanged.values())
     assert bulk.explain(argparse.Namespace(), "retry", numbers, report.unchanged) == code

@@ -20,7 +20,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
-from outbox.admin import operations, operator_sql, resend, topics
+from outbox.admin import operations, operator_sql, resend
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.resend import Message
@@ -177,7 +177,7 @@ def _destination(table: Table, selection: ReplaySelection, to: str) -> str:
     found = resend.checked(table, TaskSelection(state="sent", topic=selection.topic), to)
     if unchecked := resend.check_exists(table, found):
         _info(unchecked)
-    return found.to
+    return str(found.to)
 
 
 def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
@@ -242,7 +242,7 @@ class _Job:
         parts, rate = divided(self.spark, self.settings.max_rows_per_second)
         rows = in_order(self._selected(started_at), parts)
         if self.selection.to:
-            rows, pubsub = rows.select("Id", "OrderingKey", "Data", "CreatedAt"), topics.pubsub_settings(self.table)
+            rows, pubsub = rows.select("Id", "OrderingKey", "Data", "CreatedAt"), self.table.pubsub
             [counts] = collected(totals(map_rows(rows, _COUNTS_TO, publish_rows, pubsub, self.selection.to, rate)))
             return Replayed(selected=sum(counts.values()), **counts)
         rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
