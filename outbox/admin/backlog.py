@@ -164,17 +164,17 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
     Unless `exact`, each count stops at `limit` in a shard and topic, by default at COUNT_LIMIT, or less if many of them
     have many tasks. A number is then a lower bound, but the age of the oldest task is still right.
     """
-    return _read_at(table, table.now(), NO_LIMIT if exact else limit)
+    at, tag = table.now(), "outbox-status"
+    reader = _Reader(table, at, tag, NO_LIMIT if exact else limit)
+    reader.add(operator_sql.COUNT_SENT, ranges_of(table.shards), "sent_last_minute")
+    found, workers = _unsent(reader), rows_at(table, at)
+    live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
+    return dataclasses.replace(found, workers=live, silent=silent)
 
 
-def read_unsent(table: TaskTable) -> Backlog:
-    """Return the unsent tasks. The other counts of the backlog are incomplete or not read."""
-    return _read_at(table, table.now(), None, of_sent=False)
-
-
-def read_unsent_stale(table: TaskTable) -> Backlog:
-    """Return those of ten seconds ago."""
-    return read_before(table.now(), STALENESS, lambda at: _read_at(table, at, None, of_sent=False))
+def read_unsent(table: TaskTable, age: timedelta = timedelta()) -> Backlog:
+    """Return the unsent tasks of this long ago, without workers. Other counts of the backlog are incomplete."""
+    return read_before(table.now(), age, lambda at: _unsent(_Reader(table, at, "outbox-status", None)))
 
 
 def oldest_ages(table: TaskTable) -> dict[str, float]:
@@ -200,26 +200,21 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     return {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
 
 
-def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:
+def _unsent(reader: "_Reader") -> Backlog:
+    table, at = reader.table, reader.at
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
-    del topics[MAX_TOPICS:]
-    ranges = ranges_of(table.shards, topics)
-    reader = _Reader(table, at, "outbox-status", limit)
+    ranges = ranges_of(table.shards, topics[:MAX_TOPICS])
     reader.add_first_ready(reader.add(operator_sql.COUNT_READY, ranges, "pending"))
     reader.add(operator_sql.COUNT_DUE, ranges, "pending")
     reader.add(operator_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
     reader.add(operator_sql.COUNT_DEAD, ranges, "dead")
-    if of_sent:
-        reader.add(operator_sql.COUNT_SENT, ranges_of(table.shards), "sent_last_minute")
     lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
     paused = _paused(table, at)
     for line in lines:
         line.paused = line.topic in paused
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
-    workers = rows_at(table, at) if of_sent else []
-    silent = [each for each in workers if not each.is_live]
-    return Backlog(at, [each for each in workers if each.is_live], lines, whole, silent)
+    return Backlog(at, (), lines, whole)
 
 
 def _paused(table: TaskTable, at: datetime) -> set[str]:

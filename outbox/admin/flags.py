@@ -70,9 +70,9 @@ def global_flags() -> argparse.ArgumentParser:
 
 
 def command(
-    commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int] | None = None
+    commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int | None] | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command. `run` gets its options and returns its exit code. Without it, the command prints its help."""
+    """Add a command. `run` gets its options and may return an exit code. Without `run`, the command prints its help."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=HelpFormatter, parents=[global_flags()]
     )

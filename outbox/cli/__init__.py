@@ -46,8 +46,8 @@ def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     for sentence in unknown_variables():
         output.note(sentence)
-    code: int = options.run(options)
-    return code
+    code: int | None = options.run(options)
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,14 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _complete(options: argparse.Namespace) -> int:
+def _complete(options: argparse.Namespace) -> None:
     need("shtab", "completion", "operators")
     import shtab  # noqa: PLC0415 - optional
 
     say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))
-    return 0
 
 
-def _help(options: argparse.Namespace) -> int:
+def _help(options: argparse.Namespace) -> None:
     options.parser.print_help()
-    return 0

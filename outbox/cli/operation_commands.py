@@ -55,8 +55,8 @@ def add(commands: Any) -> None:
     flags.add_reason(continuing)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the operations; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run(options: argparse.Namespace) -> None:
+    """Print the operations. Raises SettingError, NotReached, OutboxError."""
     task_table = flags.open_table(options)
     now = task_table.now()
     narrowing = {name: vars(options)[name] for name in ("operation", "topic", "principal")}
@@ -73,7 +73,6 @@ def run(options: argparse.Namespace) -> int:
             note(f"a {each.operation} is {each.state(now)}. To continue it, run: outbox operations continue {each.id}")
     if len(latest) > options.limit:
         note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
-    return 0
 
 
 def run_continue(options: argparse.Namespace) -> int:

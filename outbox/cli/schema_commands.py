@@ -85,20 +85,18 @@ def _statements(options: argparse.Namespace) -> list[str]:
     return ddl.statements(values["shards"], values["retention"], change_stream=options.change_stream)
 
 
-def run_print(options: argparse.Namespace) -> int:
-    """Print the DDL; returns 0."""
+def run_print(options: argparse.Namespace) -> None:
+    """Print the DDL."""
     say(Escaped(";\n\n".join(_statements(options)) + ";"))
-    return 0
 
 
-def run_splits(options: argparse.Namespace) -> int:
-    """Print the split points for the table's layout; returns 0. Raises SettingError, NotReached."""
+def run_splits(options: argparse.Namespace) -> None:
+    """Print the split points for the table's layout. Raises SettingError, NotReached."""
     say(Escaped("\n".join(points(flags.open_table(options).layout, options.nodes))))
-    return 0
 
 
-def run_apply(options: argparse.Namespace) -> int:
-    """Create missing objects and print one line for each; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_apply(options: argparse.Namespace) -> None:
+    """Create missing objects and print one line for each. Raises SettingError, NotReached, OutboxError."""
     settings = DatabaseSettings.read(vars(options))
     parts = {"shards": ddl.SHARD_COUNT, "retention": ddl.RETENTION}
     free = {part for flag, part in parts.items() if flag not in options}
@@ -109,17 +107,15 @@ def run_apply(options: argparse.Namespace) -> int:
 
     for name, state in schema.apply(open_database(settings), _statements(options), free=free):
         say(f"{state:<8} {name}")
-    return 0
 
 
-def run_reshard(options: argparse.Namespace) -> int:
-    """Change the number of shards, one line for each step; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_reshard(options: argparse.Namespace) -> None:
+    """Change the number of shards, one line for each step. Raises SettingError, NotReached, OutboxError."""
     resharding = admin.reshard.Resharding(flags.open_table(options), flags.author(options))
     if options.status:
         say(*resharding.report())
-        return 0
+        return
     target = resharding.former() if options.abort else resharding.target(options.shards)
     for line in resharding.run(target, aborts=options.abort):
         say(line)
     say(f"The table has {counted(target.shards, 'shard')}, in column {target.column}")
-    return 0

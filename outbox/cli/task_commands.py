@@ -83,8 +83,8 @@ def add(commands: Any) -> None:
     tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
 
 
-def run_list(options: argparse.Namespace) -> int:
-    """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_list(options: argparse.Namespace) -> None:
+    """Print tasks. Raises SettingError, NotReached, OutboxError."""
     task_table, states = flags.open_table(options), options.states or UNSENT
     selection = flags.selection(options, task_table.now())
     newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
@@ -103,7 +103,6 @@ def run_list(options: argparse.Namespace) -> int:
         note(f"more tasks match. Add --after {page.next} for the next page, or raise --limit")
     if not page.whole:
         note("not all tasks were compared. Use --topic, --since, --until or --error to see others")
-    return 0
 
 
 def _note_holds(task_table: "admin.table.TaskTable", tasks: "Sequence[admin.tasks.Task]", at: datetime) -> None:
@@ -148,8 +147,8 @@ def _table(tasks: "Sequence[admin.tasks.Task]") -> str:
     return table(list(used), zip(*used.values(), strict=True))
 
 
-def run_show(options: argparse.Namespace) -> int:
-    """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
+def run_show(options: argparse.Namespace) -> None:
+    """Print a task. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     task_table = flags.open_table(options)
     [id] = flags.full_ids(task_table, options, options.ids)
     task = admin.tasks.task(task_table, id)
@@ -178,7 +177,6 @@ def run_show(options: argparse.Namespace) -> int:
         say(as_json({"as_of": task.as_of} | _fields(task) | {"message": message_fields}))
     else:
         say(f"as of {shown(task.as_of)}", *_lines(task, message, data))
-    return 0
 
 
 def _fields(task: "admin.tasks.Task") -> dict[str, Any]:
@@ -217,11 +215,10 @@ def _data_lines(data: bytes) -> Iterator[str]:
         yield f"  ... {counted(len(data) - messages.SHOWN_BYTES, 'more byte')}: --raw writes all"
 
 
-def run_tail(options: argparse.Namespace) -> int:
-    """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_tail(options: argparse.Namespace) -> None:
+    """Print tasks as they are sent, until a signal. Raises SettingError, NotReached, OutboxError."""
     with exit_on(signal.SIGTERM, signal.SIGINT, code=0):
         _follow(flags.open_table(options), options)
-    return 0
 
 
 def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> None:

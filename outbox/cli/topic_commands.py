@@ -116,8 +116,8 @@ def add(commands: Any) -> None:
         parser.add_argument("--yes", action="store_true", help="Skip the confirmation.")
 
 
-def run_pause(options: argparse.Namespace) -> int:
-    """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_pause(options: argparse.Namespace) -> None:
+    """Pause topics. Raises SettingError, NotReached, OutboxError."""
     table = _open_known(options, "Pause")
     _report(admin.topics.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
     paused = {topic_name(topic, table.project) for topic in options.topics}
@@ -125,37 +125,34 @@ def run_pause(options: argparse.Namespace) -> int:
         to = controls.publish_to
         if to is not None and not controls.paused and topic_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
-    return 0
 
 
-def run_resume(options: argparse.Namespace) -> int:
-    """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_resume(options: argparse.Namespace) -> None:
+    """Resume topics. Raises SettingError, NotReached, OutboxError."""
     table = _open(options)
     _report(admin.topics.change(table, "resume", options.topics, {"paused": False}, flags.author(options)), "resumed")
-    return 0
 
 
-def run_probe(options: argparse.Namespace) -> int:
-    """Ask for a probe of topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_probe(options: argparse.Namespace) -> None:
+    """Ask for a probe of topics. Raises SettingError, NotReached, OutboxError."""
     admin.topics.probe(_open_known(options, "Probe"), options.topics, flags.author(options))
     note("workers probe within 10 seconds. `outbox topics` shows the open circuits")
-    return 0
 
 
-def run_set(options: argparse.Namespace) -> int:
-    """Set controls of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_set(options: argparse.Namespace) -> None:
+    """Set controls of a topic. Raises SettingError, NotReached, OutboxError."""
     values = {name: value for name in VALUES if (value := vars(options)[name]) is not None}
     if not values:
         raise SettingError(f"no value given. Pass {' or '.join(value.flag for value in VALUES.values())}")
-    return _write(_open_known(options, "Set controls of"), options, values)
+    _write(_open_known(options, "Set controls of"), options, values)
 
 
-def run_unset(options: argparse.Namespace) -> int:
-    """Remove controls of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    return _write(_open(options), options, {NAMES[name]: None for name in options.fields})
+def run_unset(options: argparse.Namespace) -> None:
+    """Remove controls of a topic. Raises SettingError, NotReached, OutboxError."""
+    _write(_open(options), options, {NAMES[name]: None for name in options.fields})
 
 
-def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: dict[str, Any]) -> int:
+def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: dict[str, Any]) -> None:
     """Preview a change of one topic, ask if it routes many tasks, and write it."""
     [topic], dry = options.topics, options.dry_run
     found = admin.topics.preview(table, topic, values, exact=dry, force=vars(options).get("force", True))
@@ -166,7 +163,7 @@ def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: 
         _print_difference(found.difference)
         if unsent:
             say(f"{unsent} of {topic} would be published to {to}")
-        return 0
+        return
     if unsent and unsent.number > bulk.CONFIRM_ABOVE:
         confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
     _report(
@@ -175,11 +172,10 @@ def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: 
     )
     if unsent:
         note(f"{unsent} of {escaped(topic)} not sent yet. {admin.topics.ORDERED.format(escaped(to))}")
-    return 0
 
 
-def run_topics(options: argparse.Namespace) -> int:
-    """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_topics(options: argparse.Namespace) -> None:
+    """Print the topics. Raises SettingError, NotReached, OutboxError."""
     table = flags.open_table(options)
     backlog = read_noted(table, exact=options.exact)
     controls, lines = table.controls(), backlog.topics()
@@ -197,11 +193,10 @@ def run_topics(options: argparse.Namespace) -> int:
     else:
         listed = [((topic, described(row)), line) for topic, row, line in topics]
         say(listing(backlog, ("TOPIC", "CONTROL"), listed, "no topics"))
-    return 0
 
 
-def run_export(options: argparse.Namespace) -> int:
-    """Print the file; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_export(options: argparse.Namespace) -> None:
+    """Print the file. Raises SettingError, NotReached, OutboxError."""
     controls = flags.open_table(options).controls()
     topics = {
         topic: {name: value for name in FIELDS if (value := by_field(dataclasses.asdict(row))[name]) is not None}
@@ -209,11 +204,10 @@ def run_export(options: argparse.Namespace) -> int:
     }
     # ASCII without control characters, so that no name controls a terminal. JSON allows DEL as it is.
     say(Escaped(json.dumps({"topics": topics}, indent=2).replace("\x7f", r"\u007f")))
-    return 0
 
 
-def run_apply(options: argparse.Namespace) -> int:
-    """Write the rows of a file; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_apply(options: argparse.Namespace) -> None:
+    """Write the rows of a file. Raises SettingError, NotReached, OutboxError."""
     wanted = parsed(_read(options.file))
     options.topics = list(wanted)
     table = _open_known(options, "Apply")
@@ -226,11 +220,10 @@ def run_apply(options: argparse.Namespace) -> int:
     say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
     if changed and not options.dry_run:
         note(APPLIED_SOON)
-    return 0
 
 
-def run_forget(options: argparse.Namespace) -> int:
-    """Delete the row of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+def run_forget(options: argparse.Namespace) -> None:
+    """Delete the row of a topic. Raises SettingError, NotReached, OutboxError."""
     table, [topic] = flags.open_table(options), options.topics
     row = table.controls().get(topic)
     if row not in (None, NO_CONTROLS):
@@ -238,7 +231,6 @@ def run_forget(options: argparse.Namespace) -> int:
     admin.topics.apply(table, {topic: None}, flags.author(options))
     say(f"{topic}: forgotten")
     note(APPLIED_SOON)
-    return 0
 
 
 def _report(difference: "admin.topics.Difference", unpaused: str = "", *, is_limited: bool = False) -> None:

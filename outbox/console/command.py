@@ -98,8 +98,8 @@ def add(commands: Any) -> None:
     ConsoleSettings.add_flags(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Serve until a signal, then return 0. Raises SettingError, NotReached, OutboxError."""
+def run(options: argparse.Namespace) -> None:
+    """Serve until a signal. Raises SettingError, NotReached, OutboxError."""
     settings, database = ConsoleSettings.read(vars(options)), DatabaseSettings.read(vars(options))
     try:
         application = _application(settings, database)
@@ -111,7 +111,6 @@ def run(options: argparse.Namespace) -> int:
         actions = "actions are allowed" if settings.allow_actions else "read-only"
         note(f"the console is running, {actions}. Press Ctrl-C to stop it")
         _serve(application, listener)
-    return 0
 
 
 def _serve(application: Any, listener: socket.socket) -> None:

@@ -77,7 +77,7 @@ def backlog_counts(
     padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
-        found = backlog.read_unsent_stale(table)
+        found = backlog.read_unsent(table, backlog.STALENESS)
         metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, "pending"): 0 for topic in topics()}
         for (topic, state), number in (none | padded(found.by_topic_and_state())).items():

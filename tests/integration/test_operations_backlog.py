@@ -151,13 +151,13 @@ def test_the_backlog_is_read_at_one_timestamp(database: Database, watch: Watch):
 def test_the_backlog_of_metrics_is_of_ten_seconds_ago(own_database: Database, monkeypatch: pytest.MonkeyPatch):
     """So that any replica can answer; if there was no table then (the emulator does not refuse it), it is of now."""
     watch = Watch(own_database)
-    for found in (backlog.read(watch.table), backlog.read_unsent_stale(watch.table)):
+    for found in (backlog.read(watch.table), backlog.read_unsent(watch.table, backlog.STALENESS)):
         assert (found.lines, found.workers, found.oldest, found.age(found.oldest)) == ([], [], None, 0.0)
     assert backlog.oldest_ages(watch.table) == {}
     insert(own_database, [row("young")])
     before = watch.table.now()
     watch.requests.clear()
-    assert backlog.read_unsent_stale(watch.table).lines == []
+    assert backlog.read_unsent(watch.table, backlog.STALENESS).lines == []
     reads = [request.transaction.single_use.read_only for _, request in watch.requests[1:]]
     [time] = {read.read_timestamp for read in reads}
     assert before - timedelta(seconds=10) <= time <= watch.table.now() - timedelta(seconds=10)
@@ -174,7 +174,7 @@ def test_the_backlog_of_metrics_is_of_ten_seconds_ago(own_database: Database, mo
         return original(*arguments, **keywords)
 
     monkeypatch.setattr(api, "execute_streaming_sql", refuse)
-    found = backlog.read_unsent_stale(watch.table)
+    found = backlog.read_unsent(watch.table, backlog.STALENESS)
     assert numbers(found.total) == {"pending": 1}
     assert found.as_of >= created
     calls = []
@@ -185,7 +185,7 @@ def test_the_backlog_of_metrics_is_of_ten_seconds_ago(own_database: Database, mo
 
     monkeypatch.setattr(backlog, "_read_at", time_out)
     with pytest.raises(NotReached):
-        backlog.read_unsent_stale(watch.table)
+        backlog.read_unsent(watch.table, backlog.STALENESS)
     assert len(calls) == 1
 
 

@@ -103,7 +103,7 @@ def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPat
     client = Counted()
     counts = backlog_counts(Metrics(client), History(), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
-    monkeypatch.setattr(backlog, "read_unsent_stale", lambda _table: now)
+    monkeypatch.setattr(backlog, "read_unsent", lambda _table, _age: now)
     counts(None)
     assert client.gauges[m.PENDING.name,] == 7
     now = found()
