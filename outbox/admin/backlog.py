@@ -164,8 +164,11 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
     Unless `exact`, each count stops at `limit` in a shard and topic, by default at COUNT_LIMIT, or less if many of them
     have many tasks. A number is then a lower bound, but the age of the oldest task is still right.
     """
-    at, tag = table.now(), "outbox-status"
-    reader = _Reader(table, at, tag, NO_LIMIT if exact else limit)
+    return _read_at(table, table.now(), NO_LIMIT if exact else limit)
+
+
+def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
+    reader = _Reader(table, at, "outbox-status", limit)
     reader.add(operator_sql.COUNT_SENT, ranges_of(table.shards), "sent_last_minute")
     found, workers = _unsent(reader), rows_at(table, at)
     live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
@@ -214,7 +217,7 @@ def _unsent(reader: "_Reader") -> Backlog:
     for line in lines:
         line.paused = line.topic in paused
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
-    return Backlog(at, (), lines, whole)
+    return Backlog(at, [], lines, whole)
 
 
 def _paused(table: TaskTable, at: datetime) -> set[str]:

@@ -73,13 +73,6 @@ def _destinations(table: TaskTable, selection: TaskSelection) -> set[str]:
     return {topic_name(topic, table.project) for topic in of_tasks | routes if topic}
 
 
-def check_exists(table: TaskTable, selection: TaskSelection) -> str | None:
-    """Ask Pub/Sub whether the topic exists. Return why that is unknown, or None. Raises OutboxError if it does not."""
-    from outbox.program import pubsub  # noqa: PLC0415 - imports the client
-
-    return pubsub.check_topic(table.pubsub, selection.to or "", otherwise="")
-
-
 def paced(chunks: Iterable[Chunk], rate: int | None) -> Iterator[Chunk]:
     """Yield the chunks, so that at most `rate` tasks per second are in them."""
     next_at = time.monotonic()

@@ -70,11 +70,17 @@ def preview(table: TaskTable, topic: str, values: Mapping[str, Any], *, exact: b
     return Preview(difference, changes.count_unsent(table, topic, exact=exact) if is_routed else None, unchecked)
 
 
-def check_destinations(table: TaskTable, topics: Iterable[str | None]) -> str | None:
-    """Ask Pub/Sub whether topics exist. Return why that is unknown, or None. Raises OutboxError if one does not."""
+def check_destinations(
+    table: TaskTable, topics: Iterable[str | None], *, otherwise: str = ", or pass --force"
+) -> str | None:
+    """Ask Pub/Sub whether topics exist. Return why that is unknown, or None. Raises OutboxError if one does not.
+
+    The error says to create the topic, and what the caller can do `otherwise`.
+    """
     from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
 
-    found = (check_topic(table.pubsub, topic_name(topic, table.project)) for topic in sorted({*filter(None, topics)}))
+    names = (topic_name(topic, table.project) for topic in sorted({*filter(None, topics)}))
+    found = (check_topic(table.pubsub, name, otherwise) for name in names)
     return "; ".join(filter(None, found)) or None
 
 

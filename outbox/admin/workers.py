@@ -24,13 +24,17 @@ TAKE_OVER = timedelta(minutes=1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Circuit:
-    """A circuit that is not closed in a worker. It is half-open if the time of the next probe has passed."""
+    """The circuit of a topic that is not closed in some `workers`: the first, with its reason.
+
+    It is half-open if the time of the next probe has passed.
+    """
 
     topic: str
     reason: str
     error: str
     since: datetime
     next_probe: datetime
+    workers: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,18 +92,6 @@ class Worker:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TopicCircuit:
-    """The circuits of one topic in all live workers that have one: the first, and its reason."""
-
-    topic: str
-    workers: int
-    since: datetime
-    next_probe: datetime
-    reason: str
-    error: str
-
-
 def live(table: TaskTable, at: datetime) -> list[Worker]:
     """Return the live workers at a time, by ID."""
     return [each for each in rows_at(table, at) if each.is_live]
@@ -115,18 +107,19 @@ def rows_at(table: TaskTable, at: datetime) -> list[Worker]:
     return sorted(found, key=lambda worker: worker.id)
 
 
-def open_circuits(workers: Sequence[Worker]) -> list[TopicCircuit]:
+def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:
     """Return the circuits that are not closed, by topic."""
     found: dict[str, list[Circuit]] = defaultdict(list)
     for circuit in (circuit for worker in workers for circuit in worker.circuits):
         found[circuit.topic].append(circuit)
-    return [_merged(topic, circuits) for topic, circuits in sorted(found.items())]
-
-
-def _merged(topic: str, circuits: Sequence[Circuit]) -> TopicCircuit:
-    first = min(circuits, key=lambda circuit: circuit.since)
-    next_probe = min(circuit.next_probe for circuit in circuits)
-    return TopicCircuit(topic, len(circuits), first.since, next_probe, first.reason, first.error)
+    return [
+        dataclasses.replace(
+            min(circuits, key=lambda circuit: circuit.since),
+            next_probe=min(circuit.next_probe for circuit in circuits),
+            workers=len(circuits),
+        )
+        for _, circuits in sorted(found.items())
+    ]
 
 
 def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:

@@ -133,19 +133,6 @@ def carry_out(
     raise OutboxError(f"stopped by {name}. {report}. To continue, run: {continue_command}")
 
 
-def resume(
-    table: "admin.table.TaskTable", options: argparse.Namespace, id: str, author: "admin.operations.Author"
-) -> int:
-    """Execute the chunks that are left of a recorded operation, and say what became of its tasks.
-
-    Return 1 if one was not changed. Raises OutboxError.
-    """
-    outcomes = admin.changes.resume(table, id)
-    operation = admin.operations.found(table, id)
-    total = (operation.selected or 0) - (operation.tasks or 0)
-    return execute(table, options, operation.operation, outcomes, id, author, total=total)
-
-
 def execute(  # noqa: PLR0917 - the operation, and how to show it
     table: "admin.table.TaskTable",
     options: argparse.Namespace,

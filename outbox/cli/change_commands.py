@@ -183,7 +183,7 @@ def _selection(
         selection = dataclasses.replace(selection, operation=of_cancel.id, since=since)
     if name == "resend":
         selection = admin.resend.checked(table, selection, options.to, options.rate, own=options.force)
-        if unchecked := admin.resend.check_exists(table, selection):
+        if unchecked := admin.topics.check_destinations(table, [selection.to], otherwise=""):
             note(unchecked)
     return selection
 

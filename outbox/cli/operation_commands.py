@@ -82,7 +82,9 @@ def run_continue(options: argparse.Namespace) -> int:
     if not options.dry_run:
         logs.configure()  # a cancel logs its tasks
         admin.operations.proceed(task_table, options.id, author)
-        return bulk.resume(task_table, options, options.id, author)
+        outcomes = admin.changes.resume(task_table, options.id)
+        left = (operation.selected or 0) - (operation.tasks or 0)
+        return bulk.execute(task_table, options, operation.operation, outcomes, options.id, author, total=left)
     if options.json:
         say(as_json(operation._asdict() | {"selection": admin.operations.parsed(operation.selection)}))
         return 0

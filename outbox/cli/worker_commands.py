@@ -81,15 +81,8 @@ def _cells(worker: "admin.workers.Worker", differing: Mapping[str, list[str]]) -
 
 
 def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
-    reported = {
-        "host": worker.text("host"),
-        "version": worker.text("version"),
-        "shards": worker.shards,
-        "in_flight": worker.number("in_flight"),
-        "utilization": worker.number("utilization"),
-        "circuits": worker.circuits,
-        "circuits_left_out": worker.number("circuits_left_out"),
-        "settings": worker.settings,
-    }
+    reported: dict[str, Any] = {name: worker.text(name) for name in ("host", "version")}
+    reported |= {name: worker.number(name) for name in ("in_flight", "utilization", "circuits_left_out")}
+    reported |= {name: getattr(worker, name) for name in ("shards", "circuits", "settings")}
     known = {"id": worker.id, "started_at": worker.started_at, "seen_at": worker.seen_at, "age": round(worker.age, 3)}
     return known | (reported if worker.info else dict.fromkeys(reported))

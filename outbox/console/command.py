@@ -92,6 +92,13 @@ class ConsoleSettings(Settings):
             raise SettingError(f"--allow-actions and --show-data need --roles with {proxy}")
 
 
+#: The settings that `console.app` has, too.
+PASSED_ON = (
+    "allow_actions", "show_data", "allowed_hosts", "path_prefix", "production", "docs_url", "dashboard_url",
+    "trace_url",
+)  # fmt: skip
+
+
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "console", "serve the outbox to a browser", DESCRIPTION, run)
@@ -134,19 +141,9 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
         identify = console.Iap(settings.iap_audience)
     elif settings.identity_header:
         identify = console.Header(settings.identity_header, settings.trusted_proxy)
-    return console.app(
-        open_database(database),
-        identify=identify,
-        roles=_roles(settings.roles) if settings.roles else None,
-        allow_actions=settings.allow_actions,
-        show_data=settings.show_data,
-        allowed_hosts=settings.allowed_hosts,
-        path_prefix=settings.path_prefix,
-        production=settings.production,
-        docs_url=settings.docs_url,
-        dashboard_url=settings.dashboard_url,
-        trace_url=settings.trace_url,
-    )
+    roles = _roles(settings.roles) if settings.roles else None
+    others: dict[str, Any] = {name: getattr(settings, name) for name in PASSED_ON}
+    return console.app(open_database(database), identify=identify, roles=roles, **others)
 
 
 def _roles(path: str) -> Any:

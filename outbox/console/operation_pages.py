@@ -138,7 +138,7 @@ class Resend(Action):
         try:
             to, own = visit.form.get("to", "").strip(), "force" in visit.form
             selection = admin.resend.checked(table, selection, to, most, own=own)
-            admin.resend.check_exists(table, selection)
+            admin.topics.check_destinations(table, [selection.to], otherwise="")
         except NotReached:
             raise
         except OutboxError as error:

@@ -105,13 +105,16 @@ def search(visit: Visit) -> Response:
 def show_one(visit: Visit) -> Response:
     """Show the task `id` without its message."""
     task, status = _found(visit, data=False), visit.console.status.get().value
-    columns = task.columns
+    columns, of_key = task.columns, list[Task]()
+    if columns["OrderingKey"] and task.state not in OUT_OF_KEY:
+        selection = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
+        of_key = admin.tasks.find(visit.console.table, selection=selection, limit=KEY_TASKS).tasks
     return render(
         visit,
         "task",
         task=task,
         line=_time_line(columns, status.operations if status else ()),
-        of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state not in OUT_OF_KEY else (),
+        of_key=of_key,
         actions=[each for each in ACTIONS if each.suits(task)],
         is_hopeless=task.state == "dead" and is_hopeless(columns["LastError"]),
         command=visit.command("show", columns["Id"]),
@@ -156,12 +159,6 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
     # A task that it has changed is sent later, or not at all.
     was_unsent = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
     return "perhaps changed" if found.state and of_topic and before and was_unsent else ""
-
-
-def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
-    """Return the first unsent tasks of the key of a task."""
-    of_key = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
-    return admin.tasks.find(visit.console.table, selection=of_key, limit=KEY_TASKS).tasks
 
 
 def show_data(visit: Visit) -> Response:

@@ -183,7 +183,7 @@ def test_the_backlog_of_metrics_is_of_ten_seconds_ago(own_database: Database, mo
         calls.append(arguments)
         raise NotReached("not in time") from DeadlineExceeded("504")
 
-    monkeypatch.setattr(backlog, "_read_at", time_out)
+    monkeypatch.setattr(backlog, "_unsent", time_out)
     with pytest.raises(NotReached):
         backlog.read_unsent(watch.table, backlog.STALENESS)
     assert len(calls) == 1

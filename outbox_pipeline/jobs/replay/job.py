@@ -20,7 +20,7 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
-from outbox.admin import operations, operator_sql, resend
+from outbox.admin import operations, operator_sql, resend, topics
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.resend import Message
@@ -175,7 +175,7 @@ def _destination(table: Table, selection: ReplaySelection, to: str) -> str:
     if selection.topic is None:
         raise SettingError("--to needs --topic. Pass both")
     found = resend.checked(table, TaskSelection(state="sent", topic=selection.topic), to)
-    if unchecked := resend.check_exists(table, found):
+    if unchecked := topics.check_destinations(table, [found.to], otherwise=""):
         _info(unchecked)
     return str(found.to)
 
