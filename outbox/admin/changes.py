@@ -115,7 +115,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     """
     selection = _previewed(table, selection)
     if selection.ids is not None:
-        return Count(len(_matching_ids(table, selection, selection.ids)))
+        return Count(sum(row.matches for row in _rows_of_ids(table, selection, selection.ids)))
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
 
     def query(statement: str, **values: Any) -> list[list[Any]]:
@@ -183,10 +183,6 @@ def _read_at(selection: TaskSelection) -> datetime | None:
     Tasks that are sent meanwhile do not match, because its selection has an `until`.
     """
     return None if selection.to else selection.as_of
-
-
-def _matching_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> set[str]:
-    return {row.id for row in _rows_of_ids(table, selection, wanted) if row.matches}
 
 
 def _shards(table: TaskTable, selection: TaskSelection) -> Sequence[int]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.table import TaskTable
-from outbox.admin.workers import Worker, rows_at
+from outbox.admin.workers import Worker, part, rows_at
 from outbox.errors import OutboxError
 from outbox.table.states import UNSENT
 
@@ -81,7 +81,7 @@ class History:
     @functools.cached_property
     def topics(self) -> frozenset[str]:
         """Return the topics that have figures of their own."""
-        found = (_dict(each, "topics").keys() for each in self._histories)
+        found = (part(each, "topics").keys() for each in self._histories)
         own = (topic for row in self.samples.values() for topic in row if topic is not None)
         return frozenset().union(own, *found)
 
@@ -133,12 +133,12 @@ class History:
 
     def utilization(self, worker: Worker) -> Values:
         """Return the utilization of a worker in percent."""
-        [busy] = self._values(_dict(worker.info, "history"), None, "busy")
+        [busy] = self._values(part(worker.info, "history"), None, "busy")
         return busy
 
     @functools.cached_property
     def _histories(self) -> list[Mapping[str, Any]]:
-        return [found for seen in self.workers.values() if (found := _dict(seen.worker.info, "history"))]
+        return [found for seen in self.workers.values() if (found := part(seen.worker.info, "history"))]
 
     def _values(self, history: Mapping[str, Any], topic: str | None, *names: str) -> list[Values]:
         """Return figures of a worker, each in the places of its minutes."""
@@ -150,7 +150,7 @@ class History:
     def _complete(self) -> frozenset[int]:
         """Return the places of the minutes of which all live workers have sent all."""
         until = min([self.as_of, *(seen.worker.seen_at for seen in self.workers.values() if not seen.gone_at)])
-        told = (seen.worker for seen in self.workers.values() if _dict(seen.worker.info, "history"))
+        told = (seen.worker for seen in self.workers.values() if part(seen.worker.info, "history"))
         places = {place for each in told for place in self._span(each.started_at, each.seen_at)}
         return frozenset(place for place in places if place < _minute(until) - self.first)
 
@@ -181,7 +181,7 @@ class History:
 
     def _backlog(self, history: Mapping[str, Any], topic: str | None) -> list[Sample | None]:
         """Return the backlog of a topic that a worker has sent. A topic without unsent tasks is not in a minute."""
-        is_whole = topic is None or not history.get("topics_left_out") or topic in _dict(history, "topics")
+        is_whole = topic is None or not history.get("topics_left_out") or topic in part(history, "topics")
         empty = Sample() if is_whole else None
         columns = self._values(history, None, "pending", "oldest") + self._values(
             history, topic, "pending", "unsent", "oldest"
@@ -241,14 +241,9 @@ def _minute(time: datetime) -> int:
     return int(time.timestamp() // 60)
 
 
-def _dict(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = value.get(name)
-    return found if isinstance(found, dict) else {}
-
-
 def _series(history: Mapping[str, Any], topic: str | None) -> Mapping[str, Any]:
     """Return the series of a topic that a worker has sent, by name."""
-    return _dict(history, "all") if topic is None else _dict(_dict(history, "topics"), topic)
+    return part(history, "all") if topic is None else part(part(history, "topics"), topic)
 
 
 def _aligned(values: Any, late: int) -> Values:

@@ -451,11 +451,7 @@ SELECT prefix, found FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY_CONCAT(
   ARRAY(SELECT Id FROM {_CANCELLED_BY_ID} WHERE {_BEGINS} ORDER BY Id LIMIT @limit))) AS found"""
 
 
-def task(columns: str) -> str:
-    """Return the statement for the `columns` and the state of the task @id."""
-    return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"
-
-
-def cancelled_task(columns: str) -> str:
-    """Return the statement for the `columns` of the cancelled task @id."""
-    return f"SELECT CURRENT_TIMESTAMP(), '{CANCELLED}', {columns} FROM {_CANCELLED_BY_ID} WHERE Id = @id"
+def task(columns: str, *, cancelled: bool = False) -> str:
+    """Return the statement for the `columns` and the state of the task @id, or of the cancelled one."""
+    state, rows = (f"'{CANCELLED}'", _CANCELLED_BY_ID) if cancelled else (STATE_SQL, BY_ID)
+    return f"SELECT CURRENT_TIMESTAMP(), {state}, {columns} FROM {rows} WHERE Id = @id"

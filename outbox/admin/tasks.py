@@ -298,7 +298,7 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     rows = table.query(operator_sql.task(", ".join(names)), "outbox-show", {"id": id})
     if not rows:
         names = [_OF_CANCELLED.get(name, name) for name in names]
-        rows = table.query(operator_sql.cancelled_task(", ".join(names)), "outbox-show", {"id": id})
+        rows = table.query(operator_sql.task(", ".join(names), cancelled=True), "outbox-show", {"id": id})
     if not rows:
         return None
     as_of, state, *values = rows[0]

@@ -5,7 +5,6 @@ or OutboxError.
 """
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -14,6 +13,7 @@ from typing import Any
 from outbox.admin import operator_sql
 from outbox.admin.reshard import POLLED
 from outbox.admin.table import TaskTable, read_before
+from outbox.base.values import json_object
 from outbox.table.layouts import MAX_SHARDS, Layout
 
 _TAG = "outbox-workers"
@@ -76,8 +76,7 @@ class Worker:
     @property
     def settings(self) -> Mapping[str, Any]:
         """Return the settings that differ from their defaults."""
-        found = self.info.get("settings")
-        return found if isinstance(found, dict) else {}
+        return part(self.info, "settings")
 
     @property
     def circuits(self) -> list[Circuit]:
@@ -101,7 +100,7 @@ def rows_at(table: TaskTable, at: datetime) -> list[Worker]:
     """Return the workers that have a row at a time, by ID: the live ones, and those that died within the hour."""
     rows = table.query(operator_sql.WORKERS_AT, _TAG, {"now": at}, at=at)
     found = (
-        Worker(id, age / 1000, started_at, seen_at, _parsed(info), timeout)
+        Worker(id, age / 1000, started_at, seen_at, json_object(info), timeout)
         for id, age, timeout, _, started_at, seen_at, info in rows
     )
     return sorted(found, key=lambda worker: worker.id)
@@ -145,11 +144,9 @@ def shards_without_worker(table: TaskTable, workers: Sequence[Worker], at: datet
     return [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids if id not in polled]
 
 
-def _parsed(text: str | None) -> Mapping[str, Any]:
-    try:
-        found = json.loads(text or "null")
-    except (ValueError, RecursionError):
-        found = None
+def part(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object with a name, or an empty one if there is none."""
+    found = value.get(name)
     return found if isinstance(found, dict) else {}
 
 

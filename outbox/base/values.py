@@ -34,13 +34,18 @@ def class_name(value: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def json_texts(text: str | None) -> dict[str, str]:
-    """Return the texts of a JSON object by name, or none if the text holds no such object: any program may write it."""
+def json_object(text: str | None) -> dict[str, Any]:
+    """Return a JSON object, or an empty one if the text holds none: any program may write it."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return {}
-    return {name: each for name, each in found.items() if isinstance(each, str)} if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def json_texts(text: str | None) -> dict[str, str]:
+    """Return the texts of a JSON object by name, or none if the text holds no such object."""
+    return {name: each for name, each in json_object(text).items() if isinstance(each, str)}
 
 
 class _Pairs(tuple[tuple[str, Any], ...]):
