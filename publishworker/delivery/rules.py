@@ -88,15 +88,16 @@ class RetryPolicy:
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
-        The deferral of the first task ends within CHECK_SECONDS. Then a poll finds the key even if the head is deleted
-        or changed by SQL. The commit that sends this task releases the next one.
+        The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
+        deleted or changed by SQL. One short deferral would be enough, because the commit that sends its task releases
+        the next one. The second one helps if the first of the two tasks is deleted, too.
 
         The other deferrals end within `longest` seconds. Otherwise the tasks behind a dead head would look dead, too.
         All end when the head expires, because an expired head blocks no task.
         """
         if head.expires_at is not None:
             available_at = min(available_at, max(head.expires_at, now))
-        for seconds in chain([min(CHECK_SECONDS, self.longest)], repeat(self.longest)):
+        for seconds in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
             yield Deferred(min(available_at, now + timedelta(seconds=seconds)), head.id)
 
 

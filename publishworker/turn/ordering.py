@@ -14,6 +14,7 @@ from outbox.base.values import chunked
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
+from publishworker.log import ThrottledLog
 from publishworker.spanner.store import SpannerStore
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.poller import ReadSize
@@ -50,6 +51,7 @@ class Ordering:
         self._limits = limits
         self._random = host.random
         self._skip_dead = policy.skip_dead
+        self._throttled_log = ThrottledLog(host.clock)
         self._read_size = ReadSize(MAX_KEYS)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[TopicKey]) -> ResolvedKeys:
@@ -88,7 +90,7 @@ class Ordering:
     def _read(self, keys: Mapping[TopicKey, int], wanted: int) -> dict[TopicKey, list[QueuedTask]]:
         """Return at least the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
 
-        A key that begins with more expired tasks than MAX_EXPIRED_ROWS stays blocked.
+        A key that begins with more expired tasks than a worker can read is logged and stays blocked.
         """
         rows = wanted
         heads: dict[TopicKey, list[QueuedTask]] = {}
@@ -98,10 +100,22 @@ class Ordering:
             heads |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             short = [key for key, tasks in found.items() if len(tasks) == rows and len(heads[key]) < wanted]
             rows += max((len(found[key]) - len(heads[key]) for key in short), default=0)
-            # Keys that are not chosen wait for a later turn.
+            # Keys that are not chosen wait for a later turn. One with more expired tasks than MAX_EXPIRED_ROWS is
+            # logged.
             chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
+            for key in short:
+                if rows > MAX_EXPIRED_ROWS and not heads[key]:
+                    self._log_crowded_key(key.topic, [each.id for each in found[key]])
         return heads
+
+    def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
+        sentence = (
+            f"An ordering key of topic {topic} begins with at least {len(ids)} tasks that expired before they were "
+            f"due, more than a worker reads. Its later tasks are not sent. The first one is {ids[0]}. Find the dead "
+            f"ones with `outbox list --state dead --topic {topic}`, and delete them with `outbox cancel`."
+        )
+        self._throttled_log.log("crowded_key", topic, sentence)
 
 
 def parts(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
@@ -123,9 +137,11 @@ def _deferrals(
 ) -> Iterator[Claim]:
     """Return claims that defer the tasks behind the head of a key, as far as the poll has read them.
 
-    Each claim begins with the head, and then the first task behind it, whose deferral is short.
+    Each claim begins with the head, and then the first and the last task behind it that was read. The deferrals of
+    these two are short: a poll then finds the key even if an operator deletes the head and some tasks behind it.
     """
-    heads = [queue[0].id, *[each.id for each in queue[1:] if each.sendable][:1]]
+    head = queue[0].id
+    behind = [each.id for each in queue[1:] if each.sendable]
     for part in parts(tasks, limits):
-        ids = dict.fromkeys([*heads, *(each.id for each in part)])
+        ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in part)])
         yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key, tasks[0].shard) for id in ids), Kind.DEFER)

@@ -239,8 +239,7 @@ class Work:
             (each.topic, each.ordering_key) == (row.topic, row.ordering_key)
             and each.sent_at is None
             and (each.created_at, each.sequence or 0) < place
-            and each.available_at is not None
-            and each.available_at <= now
+            and (each.available_at is None or each.available_at <= now)
             for each in self.table.rows.values()
         )
 

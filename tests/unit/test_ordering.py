@@ -62,11 +62,18 @@ def bounded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("bounded")
-def test_a_key_with_too_many_expired_tasks_is_blocked() -> None:
-    """Its rows are not read without end, and it delays no other key."""
+def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows are not read without end, and it delays no other key. The warning names the first task."""
     store = Recording({"endless": "x" * 40 + "r", "other": "r"})
     assert store.sendable(4) == {"other": ("other00",)}
     assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]
+    [line] = caplog.records
+    assert line.message == (
+        "An ordering key of topic orders begins with at least 40 tasks that expired before they were due, more than a "
+        "worker reads. Its later tasks are not sent. The first one is endless00. Find the dead ones with "
+        "`outbox list --state dead --topic orders`, and delete them with `outbox cancel`."
+    )
+    assert vars(line)["action"] == "crowded_key"
     relay = relay_of(Recording({"endless": "x" * 40 + "r"}), FakePublisher())
     assert [relay.turn().next, relay.turn().next] == [Next.AT_ONCE, Next.SOON]  # an operator may delete the tasks
 
