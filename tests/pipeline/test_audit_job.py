@@ -187,11 +187,23 @@ def test_the_inbox_of_a_subscriber_is_compared(
     tasks = ("applied", "late", "not applied", "not received", "sent twice")
     insert(database, [row(id, Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND) for id in tasks])
     insert(database, [row("outside", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT)])
-    received = ["applied", "late", "not applied", "sent twice", "sent twice", "no task", "no task, no record"]
+    insert(database, [row("slow", CreatedAt=DAY - HOUR, SentAt=DAY - HOUR)])
+    insert_cancelled(database, [row("registered again", CreatedAt=AT - HOUR)], AT - HOUR / 2)
+    insert(database, [row("registered again", Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND)])
+    received = [
+        "applied",
+        "late",
+        "not applied",
+        "registered again",
+        "sent twice",
+        "sent twice",
+        "no task",
+        "no task, no record",
+    ]
     receive(tmp_path, [message(id, AT + n * SECOND / 10) for n, id in enumerate(received)])
     records = {
         "applied": AT + SECOND, "late": AT + HOUR, "sent twice": AT + SECOND, "no task": AT, "no message": AT,
-        "outside": AT, "of an earlier task": DAY, "0badcafe-message-4711": AT,
+        "outside": AT, "slow": AT, "of an earlier task": DAY, "0badcafe-message-4711": AT,
     }  # fmt: skip
     with own_database.batch() as batch:
         rows = [(consumer, id, at) for id, at in records.items() for consumer in ("billing", "stock")]
@@ -206,10 +218,10 @@ def test_the_inbox_of_a_subscriber_is_compared(
     summary = json.loads((tmp_path / "effects/summary.json").read_text(encoding="utf-8"))
     classes = {name: [each["task_id"] for each in summary["samples"].get(name, [])] for name in EFFECTS}
     assert classes == {
-        "applied": [], "not_applied": ["not applied"], "applied_late": ["late"],
+        "applied": [], "not_applied": ["not applied", "registered again"], "applied_late": ["late"],
         "unregistered": ["no message", "no task"],
     }  # fmt: skip
-    assert [summary[name] for name in EFFECTS] == [2, 1, 1, 2]
+    assert [summary[name] for name in EFFECTS] == [2, 2, 1, 2]
     assert 'id="not_applied"' in (tmp_path / "effects/report.html").read_text(encoding="utf-8")
     capsys.readouterr()
     for more, sentence in (

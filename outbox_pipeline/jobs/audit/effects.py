@@ -62,9 +62,12 @@ def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: 
 def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:
     """Return `schemas.FOUND`: a row for each class that a task of `transforms.judged`, or a record, is in.
 
-    A task is judged by the first of its sendings. A record of a message ID belongs to no task.
+    A task is judged by all of its sendings together. A record of a message ID belongs to no task.
     """
-    firsts = rows.where("first OR topic IS NULL").withColumn("judged", f.lit(True))
+    earliest = [f.min(name).alias(name) for name in ("topic", "state", "sent_at", "cancelled_at", "first_at")]
+    tasks = rows.groupBy("task_id", "created_at").agg(
+        *earliest, f.sum("messages").alias("messages"), f.lit(True).alias("judged")
+    )
     of_tasks = inbox.where(~f.col("task_id").rlike("^[0-9a-f]{8}-message-"))
     at, received = f.col("processed_at"), f.col("first_at")
     applied = f.col("state").isin(*STATES) & at.isNotNull()
@@ -79,7 +82,7 @@ def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:
         .when(due & at.isNull(), NOT_APPLIED)
         .when((at < f.lit(rules.known_until)) & (alone | (f.col("state") == "unknown")), UNREGISTERED)
     )
-    joined = firsts.join(of_tasks, "task_id", "full_outer").withColumns({"class": found, "overtaken_at": f.lit(None)})
+    joined = tasks.join(of_tasks, "task_id", "full_outer").withColumns({"class": found, "overtaken_at": f.lit(None)})
     return joined.where("class IS NOT NULL").select(
         *(f.col(field.name).cast(field.dataType) for field in schemas.FOUND)
     )

@@ -34,6 +34,8 @@ SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the database, and their messages are not due.
 UNSENT = ("pending", "dead", "cancelled", "arriving")
 _Line = dict[str, Any]
+#: How long Pub/Sub keeps a message at most.
+_KEPT = timedelta(days=31)
 #: Max samples of each class in the report.
 SAMPLES = 20
 
@@ -153,13 +155,15 @@ class _Job:
             raise SettingError(f"--since {shown(since)} is not before the end of the window, {shown(until)}")
         columns = (*needed(audit.OF_TASKS), "CancelledAt")
         cancelled = decoded(read_cancelled(self.spark, settings, columns, now))
-        sources = [self._of_table(now, since).withColumn("CancelledAt", f.lit(None).cast("timestamp")), cancelled]
+        # Of a record in the inbox, the task can have been sent as long ago as Pub/Sub keeps a message.
+        earliest = since - _KEPT if since and settings.inbox else since
+        sources = [self._of_table(now, earliest).withColumn("CancelledAt", f.lit(None).cast("timestamp")), cancelled]
         # A certificate only counts unknown messages of its window, because later tasks may be purged when it is issued.
         known = min(now - audit.CLOCK_SKEW, until) if self.certifier else now - audit.CLOCK_SKEW
         rules = audit.Rules(since, until, horizon, known, grace)
         if archive:
             used = self.certifier.covering(windows, rules) if self.certifier else windows
-            sources.append(decoded(archive.read(used, since).select(*columns)))
+            sources.append(decoded(archive.read(used, earliest).select(*columns)))
         return rules, sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
