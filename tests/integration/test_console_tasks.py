@@ -156,7 +156,7 @@ def test_the_first_page_offers_to_continue_what_another_console_has_left(
     with database.batch() as batch:
         batch.update("AsynchronousTaskOperations", ("OperationId", "SeenAt"), [(id, PAST)])
     for _ in range(2):
-        operations.add(table, "view", {"ids": ["a"]})
+        operations.begin(table, "view", {"ids": ["a"]})
     page = console(database).get("/").text
     assert "A retry by jane was interrupted after 0 tasks" in page
     assert f'href="/operation?id={id}">Continue or stop it' in page

@@ -151,4 +151,4 @@ def test_every_request_has_low_priority_and_a_tag(database: Database, watch: Wat
         work(watch.table)
     assert watch.tags() >= {"outbox-status", "outbox-topics", "outbox-list", "outbox-show", "outbox-reader"}
     tags = {request.request_options.transaction_tag for name, request in watch.requests if name == "commit"}
-    assert tags == {"outbox-retry", "outbox-purge", "outbox-cancel", "outbox-topics", "outbox-operations"}
+    assert tags == {"outbox-retry", "outbox-purge", "outbox-cancel", "outbox-topics"}
