@@ -27,6 +27,9 @@ class SharedMarking:
         """After `shut_down`, batches mark for at most `shutdown_seconds` more."""
         self.random, self.clock = host.random, host.clock
         self._shutdown_seconds = shutdown_seconds
+        #: Committed transactions. If two threads count at once, one count is lost. It matters only whether the number
+        #: changes.
+        self.commits = 0
         #: The number of rows that Spanner has refused to write since the last commit.
         self.refused = 0
         self._threads = host.threads
@@ -34,7 +37,8 @@ class SharedMarking:
         self._shutdown_until = float("inf")
 
     def committed(self) -> None:
-        """Note a commit with marks. It shows that Spanner accepts writes."""
+        """Count a commit with marks. It shows that Spanner accepts writes."""
+        self.commits += 1
         self.refused = 0
 
     def wait(self, seconds: float) -> None:
@@ -63,20 +67,20 @@ class SharedMarking:
 
 
 class MarkRetry:
-    """Writes the marks of one batch again. It divides what Spanner refuses into single rows."""
+    """Writes the marks of one batch again. While other transactions commit, it divides what fails into single rows."""
 
     def __init__(self, claim: Claim, marking: SharedMarking) -> None:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Whether Spanner refuses each of the remaining parts. The cause is then in these rows, so the batch takes no
-        #: place (see InFlight).
+        #: Whether none of the remaining parts can be written although other rows can. The cause is then in these rows,
+        #: so the batch takes no place (see InFlight).
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
         #: The last error.
         self._error = StoreError()
-        #: Parts that Spanner refuses.
+        #: Parts that cannot be written while others can.
         self._failed: set[Claim] = set()
         self._to_report: list[Unmarked] = []
 
@@ -92,6 +96,7 @@ class MarkRetry:
         self._batch = batch  # not in __init__, because the reference cycle would keep each batch in memory
         self._set_parts([part for part in parts if part.locks])
         self._since = self._marking.clock()
+        self._commits = self._marking.commits
         self._failed = set(failed if self._marking.refused <= MAX_REFUSED else ())
         self._to_report = [each for part, error in failed.items() for each in self._unmarked(part, error)]
 
@@ -117,23 +122,29 @@ class MarkRetry:
         return given_up
 
     def try_once(self) -> None:
-        """Try each part once, and divide one that Spanner refuses into rows, until it has refused MAX_REFUSED rows.
+        """Try each part once. Divide a part if Spanner refuses it, or if it fails while other transactions commit.
 
-        After another error, stop, because the next part would fail, too.
+        While nothing commits, stop at the first failure, because the next part would fail, too. A refused part does not
+        stop the round until Spanner has refused MAX_REFUSED rows.
         """
         untried, left, goes_on = deque(self._parts), list[Claim](), True
         while untried and goes_on:
             part = untried.popleft()
             if (error := self._mark(part)) is not None:
-                goes_on = isinstance(error, Refused) and self._marking.refused < MAX_REFUSED
+                is_refused, something_commits = isinstance(error, Refused), self._marking.commits != self._commits
+                goes_on = something_commits or (is_refused and self._marking.refused < MAX_REFUSED)
                 rows = part.rows() if goes_on else ()
-                untried.extendleft(reversed(rows))
+                if is_refused:
+                    untried.extendleft(reversed(rows))
+                else:
+                    left += rows
                 if not rows:
                     left.append(part)
                     if goes_on:
                         self._report_once(part, error)
             self._set_parts([*untried, *left])
             goes_on = goes_on and not self._marking.is_over(self._since)
+        self._commits = self._marking.commits
         self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
 
     def _mark(self, part: Claim) -> StoreError | None:
@@ -148,7 +159,7 @@ class MarkRetry:
         """Remember a part that cannot be written, and report it once."""
         if part not in self._failed:
             self._failed.add(part)
-            self._marking.refused += 1
+            self._marking.refused += isinstance(error, Refused)
             self._to_report += self._unmarked(part, error)
 
     def _set_parts(self, parts: Sequence[Claim]) -> None:
