@@ -1,12 +1,14 @@
 """Rows that Spanner refuses to change: their tasks wait, and all others are sent. On the fakes."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed
+from publishworker.types import Failed, RowChange
 from tests.support.relay_bench import Bench
 
 
@@ -61,6 +63,26 @@ def test_a_failure_beside_refused_rows_is_recorded_in_the_first_turn(
     bench.run_for(120, step=10)
     assert bench.unsent() == ["head", "behind"]
     assert sorted(bench.publisher.ids()) == ["bad", "both", "failing"]
+
+
+def test_a_row_whose_commits_never_answer_holds_back_no_other_mark(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While other transactions commit, the tasks of its batch are marked one by one. No message is sent twice."""
+
+    def refuse(marks: Mapping[str, RowChange]) -> None:
+        if "bad" in marks:
+            raise StoreError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(bench.store, "refuse", refuse)
+    bench.insert("a", "bad", "z")
+    for number in range(30):
+        bench.insert(f"other {number}", topic="invoices")
+        bench.turns()
+        bench.wait(1)
+    assert bench.unsent() == ["bad"]
+    assert sorted(bench.publisher.ids())[-2:] == ["other 9", "z"]
+    assert len(bench.publisher.ids()) == 33
 
 
 @pytest.mark.parametrize("bad", ["a", "b", "c"])
