@@ -344,11 +344,11 @@ class World:
             if self._resharding:
                 self.audit.problem("the number of shards is still being changed")
             self.clockwork.run(self.clockwork.now + 6.0)  # at-most-once tasks are published after their mark
-            while table.unsent_count and self.clockwork.now < end:  # one was refused, and is published again
-                self.clockwork.run(end, lambda: not table.unsent_count)
-                self.clockwork.run(self.clockwork.now + 6.0)
             # A worker names the first tasks of a minute at once, and the others after it.
             self.clockwork.run(self.clockwork.now + 90.0, lambda: self.audit.cancelled_received <= self.audit.named)
+            while table.unsent_count and self.clockwork.now < end:  # one was refused, or an operator has reset it
+                self.clockwork.run(end, lambda: not table.unsent_count)
+                self.clockwork.run(self.clockwork.now + 6.0)
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
             bound = self.plan.batch_size * self.plan.concurrency
             self.audit.end(self.spanner.table.unsent_rows(), bound, faults=bool(self.plan.faults))
