@@ -1,10 +1,12 @@
 """Creates the Spark session, after checking that Spark can run here."""
 
+import atexit
+import contextlib
 import logging
 import os
 import sys
+from importlib.resources import as_file, files
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outbox.base.lazy import install
@@ -13,7 +15,10 @@ from outbox.errors import NotReached
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_LOGGING = Path(__file__).absolute().with_name("log4j2.properties")
+#: Closed at exit. Java reads the file, so it must be one also if this package is in a zip.
+_FILES = contextlib.ExitStack()
+atexit.register(_FILES.close)
+_LOGGING = _FILES.enter_context(as_file(files("outbox_pipeline.spark") / "log4j2.properties"))
 #: The packages of the extra that a cluster with its own Spark may lack.
 _PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro", "deltalake")
 _HOW_TO_GET_THEM = install("spark")

@@ -53,7 +53,7 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     assert warnings() == []
     google_cloud = {"PUBSUB_EMULATOR_HOST": "", "GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true"}
     [warning] = warnings(**google_cloud, HOME="/nonexistent")
-    assert {topic for topic in topics if topic in warning} == {pending, scheduled}
+    assert {topic for topic in topics if topic in warning} == {pending}
     assert "--pubsub-endpoint" in warning
     assert warnings(OUTBOX_PUBSUB_ENDPOINT=f"http://{emulators.pubsub_host}") == []
 
