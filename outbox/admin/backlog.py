@@ -16,14 +16,14 @@ from outbox.admin.workers import Worker, rows_at
 from outbox.base.values import chunked
 from outbox.table.states import UNSENT
 
-#: A shard, a topic, or None for a count of all topics, and the highest priority to count, if the statement has one.
+#: A shard, a topic (None: all topics), and the highest priority to count, if the statement has one.
 Range: TypeAlias = tuple[int, str | None, int]
 _Place: TypeAlias = tuple[int, str | None]
 #: Returns the rows of a statement with these parameters.
 Query: TypeAlias = Callable[..., list[list[Any]]]
 
-#: A count stops at this many tasks of a shard and topic: with ten shards, at 100,000 tasks of a topic. So with a worker
-#: for each shard, the autoscaler's metric can be 10,000 for each worker.
+#: A count stops at this many tasks of a shard and topic. With ten shards, a topic is counted up to 100,000. So with a
+#: worker for each shard, the autoscaler's metric can be 10,000 for each worker.
 COUNT_LIMIT = 10_000
 NO_LIMIT = 2**62
 #: Age of the snapshot that metrics read. Any replica can serve a snapshot of ten seconds ago.
@@ -34,7 +34,7 @@ STALENESS = timedelta(seconds=10)
 MAX_TOTAL, MIN_COUNT_LIMIT = 1_000_000, 100
 #: Max topics that are counted.
 MAX_TOPICS = 1_000
-#: Max queries for the first ready tasks of the priorities that a count does not reach, each for a lower priority.
+#: Max queries for the first ready tasks of priorities below those that a count reaches.
 MAX_SEEKS = 20
 #: Max pairs of a shard and a topic in one request, because Spanner limits a request to 10 MiB.
 MAX_RANGES = 10_000
@@ -187,7 +187,7 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
     index find the age, so the cost does not depend on the number of tasks of a priority. Ages are exact with three
     exceptions. Of more than MAX_TOPICS topics, only the first are read. Of more than MAX_SEEKS priorities of a shard
     and topic, only some tasks of the lower ones are read. Of the due tasks, and of those that are due later, only the
-    first by AvailableAt are read: as many as a count reads.
+    first by AvailableAt are read, up to the limit of a count.
     """
     return read_before(table.now(), STALENESS, lambda at: _oldest_ages_at(table, at))
 
@@ -243,8 +243,8 @@ def count(
 ) -> tuple[list[Counted], set[_Place]]:
     """Return the counts of a statement of `operator_sql.counted`, and the shards and topics that have more tasks.
 
-    Each range is counted up to `limit`. Without it, ranges with few tasks are counted first, and the others share
-    what may be read. So the backlog of a topic is counted as far with a thousand small topics as alone.
+    Each range is counted up to `limit`. Without it, small ranges are counted first, and large ones share what may
+    still be read. So the backlog of a topic is counted as far with a thousand small topics as alone.
     """
     first = limit or range_limit(ranges)
     rows = _rows(query, statement, ranges, first, **values)
@@ -284,7 +284,7 @@ class _Reader:
     at_least: dict[str | None, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
     def add(self, statement: str, ranges: Sequence[Range], *names: str) -> list[Range]:
-        """Add the counts `names` of these ranges. Return the lower priorities of those that have more tasks."""
+        """Add the counts `names` of these ranges. Return, for each full range, the priorities left to count."""
         rows, full = count(self._query, statement, ranges, self.limit, now=self.at)
         for _, topic in full:
             self.at_least[topic] |= {*names, _REGISTERED}

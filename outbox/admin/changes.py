@@ -2,9 +2,9 @@
 
 The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
 So a change takes a task only if it matched at the preview and still matches, also if another process continues it.
-A change is recorded first, and each transaction records in this row where the next chunk begins. So a change that was
-stopped, or lost its process, continues there (`resume`). No chunk is executed twice, even if two processes continue the
-same operation.
+A change is recorded first, and each transaction records in the operation's row where the next chunk begins. So a
+change that was stopped, or lost its process, continues there (`resume`). No chunk is executed twice, even if two
+processes continue the same operation.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ MAX_RESENT = 1_000_000
 _FIRST = {"after": LONG_AGO, "after_created": LONG_AGO, "after_sequence": NO_SEQUENCE, "after_id": ""}
 #: Max groups of tasks in a preview, the largest first.
 GROUPS = 50
-#: The state of a selection by `ids` if it names none, for each change.
+#: The state that a selection by `ids` has for each change, if it names none.
 OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent", "restore": CANCELLED}
 #: As the state of an unchanged task: it matches now, but did not at the preview.
 NEWCOMER = "newcomer"
@@ -204,7 +204,7 @@ def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
 def retry_values(
     id: str, now: datetime, expires_at: datetime | None = None, due_at: datetime | None = None
 ) -> tuple[object, ...]:
-    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts. Without `due_at`, it is new."""
+    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts. Its age is from `due_at` or now."""
     return (id, None, None, expires_at, 0, now, due_at)
 
 
@@ -269,7 +269,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
 
 
 def bounded(name: str, selection: TaskSelection, at: datetime) -> TaskSelection:
-    """Return what the change `name` of a selection takes as of its preview `at`: no newer task. Raises OutboxError.
+    """Return the selection for the change `name` without tasks newer than its preview `at`. Raises OutboxError.
 
     A task that a retry sends again gets a later SentAt, so neither the retry nor its continuation takes it twice.
     """
