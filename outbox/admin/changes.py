@@ -204,7 +204,10 @@ def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
 def retry_values(
     id: str, now: datetime, expires_at: datetime | None = None, due_at: datetime | None = None
 ) -> tuple[object, ...]:
-    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts. Its age is from `due_at` or now."""
+    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts.
+
+    Its age begins at `due_at`, or now.
+    """
     return (id, None, None, expires_at, 0, now, due_at)
 
 
