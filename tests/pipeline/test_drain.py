@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -21,6 +21,7 @@ from pyspark.sql import SparkSession
 
 import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
@@ -37,7 +38,6 @@ from tests.support.pipeline import options, write_received
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
-from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
@@ -90,8 +90,10 @@ def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixt
     return command
 
 
-def heartbeats(database: Database) -> list[str]:
-    return [id for (id,) in query(database, "SELECT WorkerId FROM AsynchronousTaskWorkers") if id.startswith("spark-")]
+def heartbeats(database: Database) -> dict[str, datetime]:
+    with database.snapshot() as snapshot:
+        found = snapshot.execute_sql("SELECT WorkerId, StartedAt FROM AsynchronousTaskWorkers")
+        return {worker: started_at for worker, started_at in found if worker.startswith("spark-")}
 
 
 def ids_of(messages: list[PubsubMessage]) -> Counter[str]:
@@ -127,7 +129,7 @@ def test_every_sendable_task_is_sent_and_the_others_are_counted(
     assert done["published"] == sum(map(len, received))
     assert (done["job"], done["workers"], done["rounds"], done["failed"]) == ("drain", 2, 1, 0)
     assert first_deliveries(received[1]) == key_orders(database, topics[1])
-    assert heartbeats(database) == []
+    assert heartbeats(database) == {}
 
     code, again = drain()
     assert (code, again["published"], again["rounds"], again["scheduled"]) == (0, 0, 0, 2)
@@ -140,7 +142,7 @@ def test_the_deadline_stops_a_drain_with_work_left(drain: Drain, database: Datab
     assert done["pending"] + done["retrying"] == 3
     assert done["seconds"] >= 2
     assert len(unsent(database)) == 3
-    assert heartbeats(database) == []
+    assert heartbeats(database) == {}
 
 
 def test_a_live_worker_keeps_its_shards(
@@ -165,6 +167,24 @@ def test_a_live_worker_keeps_its_shards(
     assert (done.pending, done.published >= 100) == (0, True)
 
 
+def test_a_failed_round_deletes_its_heartbeats(
+    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
+):
+    """All heartbeats exist before the first worker starts, and none stays, so live workers get the shards at once."""
+    register(database, topic, 1)
+    there = []
+
+    def fail(*_arguments: object) -> None:
+        there.extend(heartbeats(database))
+        raise OutboxError("no workers today")
+
+    monkeypatch.setattr(job, "map_rows", fail)
+    with pytest.raises(OutboxError, match="no workers today"):
+        job.run(spark, settings_of(target))
+    assert len(there) == 2
+    assert heartbeats(database) == {}
+
+
 def test_the_last_error_of_a_worker_reaches_the_summary(
     spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -173,7 +193,7 @@ def test_the_last_error_of_a_worker_reaches_the_summary(
     app = SimpleNamespace(store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: exits.WORK_LEFT)
     monkeypatch.setattr(job, "App", lambda *_, **__: app)
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
-    results = list(job.run_workers(settings_of(target), ["one"], math.inf, iter([[{"id": 0}]])))
+    results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))
     monkeypatch.setattr(job, "map_rows", lambda _rows, schema, *_: spark.createDataFrame(results[0], schema))
     done = job.run(spark, settings_of(target), deadline=5)  # the first round begins within it
     assert (done.work_left, done.pending, done.last_error) == (True, 1, "504 no answer")
@@ -227,7 +247,15 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
     limit(database, topic, 8.0)  # until all are there there is something left to do
     with ThreadPoolExecutor(1) as pool, two_workers(emulators, database) as workers:
         running = pool.submit(job.run, spark, settings_of(target))
-        eventually(lambda: len(heartbeats(database)) == 2, seconds=60, message="all workers run")
+        made: dict[str, datetime] = {}
+
+        def all_run() -> bool:
+            rows = heartbeats(database)
+            for id, began in rows.items():
+                made.setdefault(id, began)
+            return len(rows) == 2 and all(began > made[id] for id, began in rows.items())
+
+        eventually(all_run, seconds=60, message="all workers run")
         for each in workers:
             each.wait_for_text("4 live workers")
         limit(database, topic, 150.0)
@@ -247,7 +275,7 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
     print(f"{len(ids)} tasks, {len(killed)} processes killed: {duplicates} duplicates, {done}")
     # Each killed worker had two in-flight batches of ten. If two overlap, the emulator aborts one that has published.
     assert duplicates <= 100
-    assert (done.work_left, heartbeats(database)) == (False, [])
+    assert (done.work_left, heartbeats(database)) == (False, {})
 
     audited = audit.run(spark, audit_settings(target, tmp_path, received))
     messages = len({each.message_id for each in received})
@@ -255,3 +283,13 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
     assert (audited.republished, audited.redelivered) == (messages - len(ids), len(received) - messages)
     wrong = ("lost", "late", "arriving", "pending", "unknown", "foreign", "unreadable", "mismatched", "out_of_order")
     assert {name: getattr(audited, name) for name in wrong} == dict.fromkeys(wrong, 0)
+
+
+def test_heartbeats_that_cannot_be_deleted_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    store, spark = mock.Mock(layouts=()), mock.Mock()
+    store.delete_heartbeat.side_effect, spark.range.side_effect = TimedOut("no answer"), OutboxError("no executors")
+    with pytest.raises(OutboxError, match="no executors"):
+        job._round(spark, mock.Mock(), store, 8, None)
+    [line] = caplog.messages
+    assert line.startswith("8 heartbeats (spark-")
+    assert line.endswith("not deleted; other workers take over after the liveness timeout: no answer")

@@ -1,28 +1,28 @@
 """`drain`: send a backlog that is too large for the live workers, with workers on Spark's executors.
 
 The driver starts rounds of Spark tasks. Each Spark task runs a worker until its shards are drained. If Spark retries
-the Spark task, the new worker has the same ID, so it gets the same shards at once. The heartbeat of a worker that was
-killed and not restarted ends with the liveness timeout.
+the Spark task, the new worker has the same ID, so it gets the same shards at once.
 """
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 from uuid import uuid4
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructType
 
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import ROUND, Backoff
-from outbox.base.values import counted
+from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.table.states import UNSENT
@@ -31,7 +31,9 @@ from outbox_pipeline.spark.spark_tasks import Rows, map_rows, parallelism
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.worker_settings import RelaySettings
+from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import any_to_send
+from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
@@ -87,17 +89,22 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     Raises NotReached, or OutboxError if a worker failed in all attempts of its Spark task. Sent tasks stay sent, and
     the job can be run again.
     """
-    until = math.inf if deadline is None else time.time() + deadline
+    end = float("inf") if deadline is None else time.monotonic() + deadline
     store = open_store(settings)
-    counts, rounds, workers, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, 0, None
+    until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
+    workers = min(parallelism(spark), store.layouts[0].shards)
+    counts, rounds, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, None
     pause = Backoff(ROUND._replace(first=settings.poll_interval), Random())  # noqa: S311 - jitter, not security
-    while (work_left := any_to_send(store)) and (remaining := until - time.time()) > 0:  # OUT-SPARK-1
+    while (work_left := any_to_send(store)) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
         if rounds:
             time.sleep(min(pause.next(), remaining))
-        workers = min(parallelism(spark), store.layouts[0].shards)  # executors can have started or ended
+            workers = min(parallelism(spark), store.layouts[0].shards)  # executors can have started or ended
+        else:
+            # Executors may take longer to start than the liveness timeout of the heartbeats below.
+            spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").count()
         rounds += 1
         _log.info("Round %s: %s", rounds, counted(workers, "worker"), extra={"action": "drain"})
-        done, last_error = _round(spark, settings, workers, until)
+        done, last_error = _round(spark, settings, store, workers, until)
         counts.update(done)
         if done["published"]:
             pause.reset()
@@ -115,35 +122,61 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     return DrainSummary(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, last_error=last_error)
 
 
-def _round(spark: SparkSession, settings: RelaySettings, workers: int, until: float) -> tuple[Counter[str], str | None]:
+def _round(
+    spark: SparkSession, settings: RelaySettings, store: SpannerStore, workers: int, until: datetime | None
+) -> tuple[Counter[str], str | None]:
     """Run workers until all have stopped. Return the sums of their counts, and the last error of one, or None."""
     run = uuid4().hex[:12]
     ids = tuple(f"spark-{run}-{number}" for number in range(workers))
-    numbers = spark.range(0, workers, 1, workers)
-    results = [row.asDict() for row in map_rows(numbers, _RESULT, run_workers, settings, ids, until).collect()]
-    errors = [error for each in results if (error := each.pop("last_error"))]
-    return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
+    try:
+        # Write all heartbeats before the first worker polls. Otherwise it polls all shards until it reads the others.
+        for id in ids:
+            store.heartbeat(id, datetime.now(UTC), store.layouts)
+        numbers = spark.range(0, workers, 1, workers)
+        results = [row.asDict() for row in map_rows(numbers, _RESULT, run_workers, settings, ids, until).collect()]
+        errors = [error for each in results if (error := each.pop("last_error"))]
+        return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
+    finally:
+        left: dict[str, StoreError] = {}
+        for id in ids:  # workers that were killed and not restarted left theirs
+            try:
+                store.delete_heartbeat(id)
+            except StoreError as error:
+                left[id] = error
+        if left:
+            _log.warning(
+                "%s (%s) not deleted; other workers take over after the liveness timeout: %s",
+                counted(len(left), "heartbeat"), listed(left), next(iter(left.values())), extra={"action": "leave"},
+            )  # fmt: skip
 
 
-def run_workers(settings: RelaySettings, ids: Sequence[str], until: float, batches: Iterator[Rows]) -> Iterator[Rows]:
+def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the input. This starts the process and its imports before the first heartbeats are written."""
+    yield from batches
+
+
+def run_workers(
+    settings: RelaySettings, ids: Sequence[str], until: datetime | None, batches: Iterator[Rows]
+) -> Iterator[Rows]:
     """Run the worker of each number in a Spark task, one after the other, and yield their results.
 
-    `ids` are the worker IDs by number. The workers handle no signals. They stop at `until`, a time of
-    `time.time()`. Raises NotReached, OutboxError.
+    `ids` are the worker IDs by number. The workers handle no signals. They stop at `until`, by the database's clock;
+    None is no deadline. Raises NotReached, OutboxError.
     """
     logs.configure(settings.log_format, settings.log_level)
     for rows in batches:
         yield [_relay(settings, ids[row["id"]], until) for row in rows]
 
 
-def _relay(settings: RelaySettings, id: str, until: float) -> dict[str, Any]:
+def _relay(settings: RelaySettings, id: str, until: datetime | None) -> dict[str, Any]:
     tally = Tally(client(settings.metrics))
     stop, timer = threading.Event(), None
     try:
         worker = App(settings, id=id, metrics=tally)
         drained = until_drained(worker.store, lambda: worker.membership.shards, settings.poll_interval)
-        if until < math.inf:
-            timer = threading.Timer(until - time.time(), stop.set)
+        if until is not None:
+            left = until - TaskTable(worker.store.database).now()
+            timer = threading.Timer(left.total_seconds(), stop.set)
             timer.daemon = True
             timer.start()
         code = worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)
