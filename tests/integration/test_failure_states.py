@@ -64,7 +64,7 @@ def test_no_value_of_a_row_makes_spanner_refuse_a_batch(
         publisher.failing = dict.fromkeys(map(str, range(len(rows))), failure)
     for id in GOOD:
         harness.insert(id, at_most_once=once)
-    for _ in range(20):
+    for _ in range(60):
         relay.turn()
         seconds += 0.5
     relay.finish()
