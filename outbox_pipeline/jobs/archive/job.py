@@ -114,7 +114,7 @@ class _Job:
         return due
 
     def _check_lengths(self, windows: list[tuple[datetime, datetime]]) -> None:
-        """Raise OutboxError if Spanner may delete tasks of a window before the time as of which it is read."""
+        """Raise OutboxError if Spanner may delete tasks of a window before it is read."""
         policies = [
             schema.retention(self.table.database, table, request_options=SCHEMA_OPTIONS) for table in (TABLE, CANCELLED)
         ]
