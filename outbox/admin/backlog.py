@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from outbox.admin import operator_sql
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
 from outbox.admin.workers import Worker, rows_at
-from outbox.base.values import chunked
+from outbox.base.values import chunked, counted
 from outbox.table.states import UNSENT
 
 #: A shard, a topic (None: all topics), and the highest priority to count, if the statement has one.
@@ -44,6 +44,18 @@ FIRST_READY = 10
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 _REGISTERED = "registered_last_minute"
 COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """A number of tasks. If `at_least`, the count stopped early."""
+
+    number: int
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        """Return text such as `1 task` or `at least 100,000 tasks`."""
+        return f"{'at least ' if self.at_least else ''}{counted(self.number, 'task')}"
 
 
 class Counted(NamedTuple):

@@ -26,7 +26,7 @@ from outbox.admin.selection import Outcome as Outcome  # noqa: PLC0414 - they ge
 from outbox.admin.selection import TaskSelection as TaskSelection  # noqa: PLC0414 - callers pass it to a change
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.base.times import shown
-from outbox.base.values import chunked, counted
+from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
 from outbox.program.terminal import escaped
 from outbox.registration import TABLE
@@ -55,18 +55,6 @@ NEWCOMER = "newcomer"
 _log = logging.getLogger("outbox")
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Count:
-    """A number of tasks. If `at_least`, the count stopped early."""
-
-    number: int
-    at_least: bool = False
-
-    def __str__(self) -> str:
-        """Return text such as `1 task` or `at least 100,000 tasks`."""
-        return f"{'at least ' if self.at_least else ''}{counted(self.number, 'task')}"
 
 
 class _Row(NamedTuple):
@@ -108,14 +96,14 @@ class Preview:
 _Write = Callable[[Transaction, Sequence[_Row], str], None]
 
 
-def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
+def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> backlog.Count:
     """Return the number of selected tasks, as of the selection's `as_of` or now.
 
     Unless `exact`, the count stops early, as that of the backlog does.
     """
     selection = _previewed(table, selection)
     if selection.ids is not None:
-        return Count(sum(row.matches for row in _rows_of_ids(table, selection, selection.ids)))
+        return backlog.Count(sum(row.matches for row in _rows_of_ids(table, selection, selection.ids)))
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
 
     def query(statement: str, **values: Any) -> list[list[Any]]:
@@ -127,7 +115,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     ranges, limit = backlog.ranges_of(_shards(table, selection), topics), backlog.NO_LIMIT if exact else None
     counting = operator_sql.counts_of_state(_state(selection), selection.names)
     counts = [backlog.count(query, each, ranges, limit) for each in counting]
-    return Count(sum(row.number for rows, _ in counts for row in rows), any(full for _, full in counts))
+    return backlog.Count(sum(row.number for rows, _ in counts for row in rows), any(full for _, full in counts))
 
 
 def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Preview:
@@ -194,11 +182,11 @@ def _previewed(table: TaskTable, selection: TaskSelection) -> TaskSelection:
     return dataclasses.replace(selection, as_of=selection.as_of or table.now())
 
 
-def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
+def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> backlog.Count:
     """Return the number of unsent tasks of a topic, of all states."""
     now = table.now()
     counts = [count(table, TaskSelection(state=state, topic=topic, as_of=now), exact=exact) for state in UNSENT]
-    return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
+    return backlog.Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
 def retry_values(
@@ -481,10 +469,8 @@ def _chunks_of_shard(
 ) -> Iterator[tuple[Mapping[str, Any], Sequence[str]]]:
     """Yield the selected IDs of a shard in chunks, each with the place after it. `values` has the first place."""
     state, by_key = _state(selection), selection.to is not None
-    statement, order = (
-        operator_sql.next_ids(state, selection.names, by_key=by_key),
-        operator_sql.order(state, by_key=by_key),
-    )
+    statement = operator_sql.next_ids(state, selection.names, by_key=by_key)
+    order = operator_sql.order(state, by_key=by_key)
     values = {name: value for name, value in values.items() if name not in _FIRST or name in order}
     values |= _now(statement, selection)
     rows: Sequence[Any] = range(PAGE)

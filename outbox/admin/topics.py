@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import changes, operations, operator_sql
-from outbox.admin.backlog import COUNT_LIMIT, count, ranges_of
+from outbox.admin.backlog import COUNT_LIMIT, Count, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.values import listed, topic_name
@@ -57,7 +57,7 @@ class Preview:
     """What a change of one topic would do. `unsent` are the tasks that its new route applies to, if it changes."""
 
     difference: Difference
-    unsent: "changes.Count | None" = None
+    unsent: Count | None = None
     #: Why it is unknown whether the destination of the route exists.
     unchecked: str | None = None
 

@@ -229,7 +229,7 @@ def _confirm(
     table: "admin.table.TaskTable",
     options: argparse.Namespace,
     selection: "admin.changes.TaskSelection",
-    count: "admin.changes.Count",
+    count: "admin.backlog.Count",
 ) -> None:
     """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""
     is_of_all = selection.ids is None and selection.topic is None and options.command in ASKS

@@ -7,7 +7,8 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, changes, operator_sql
-from outbox.admin.changes import Count, TaskSelection
+from outbox.admin.backlog import Count
+from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.table.states import NEVER
 from tests.support.operations import (

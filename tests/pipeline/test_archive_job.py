@@ -248,7 +248,7 @@ def test_a_window_is_read_as_of_when_its_marks_are_final(
     since = floor(table.now() - final, length) + length
     sent_at, until = since + MICROSECOND, since + length
     insert(database, [sent(id, sent_at) for id in ("again", "gone", "reset", "same")])
-    assert table.now() < until + final, "too slow to write before the time as of which is read"
+    assert table.now() < until + final, "too slow to write before the window may be read"
     eventually(lambda: table.now() > until + final)
     update(database, "again", SentAt=sent_at + timedelta(seconds=2.5))
     update(database, "reset", SentAt=None)

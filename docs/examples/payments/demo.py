@@ -167,7 +167,7 @@ class Demo:
         if done.work_left:
             raise OutboxError(f"{done.pending + done.retrying:,} payments are not sent after 600 s")
         by_workers = max(0, tasks - done.published)
-        _tell(f"sent {done.published:,} by Spark, and {by_workers:,} by {WORKERS} workers beside it")
+        _tell(f"sent {done.published:,} by Spark, and {by_workers:,} by {WORKERS} workers at the same time")
 
     def archive(self) -> None:
         """Archive what was sent, and delete it from the table."""
