@@ -1,13 +1,17 @@
-"""The last hour by minute: what workers count and send, and what operators make of it."""
+"""What workers and the table say about the last hour and now, and what operators make of it."""
 
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 
+from outbox import __version__
+from outbox.admin import backlog
 from outbox.admin import history as histories
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.history import MINUTES, History, Values
@@ -16,11 +20,12 @@ from outbox.cli import status_command
 from outbox.errors import OutboxError
 from outbox.program.output import bars
 from publishworker.delivery.claim import Delivered
-from publishworker.process.info import MAX_BYTES, worker_info
+from publishworker.process.info import MAX_BYTES, MAX_OTHER_BYTES, worker_info
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History as Ring
-from publishworker.types import Answer, Failed, Published
+from publishworker.turn.relay import Load
+from publishworker.types import Answer, CircuitState, Failed, Published
 from tests.support.parts import claim_of
-from tests.unit.test_worker_info import View, settings
 
 NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)
 
@@ -217,3 +222,152 @@ def test_status_shows_the_hour_as_bars_with_the_last_value() -> None:
     assert found["published/min"][-2:] == ["80", "0"]
     assert found["latency p95"][-2:] == ["2.0s", "0.1s"]
     assert "failed/min" not in found
+
+
+MISSING = CircuitState(Failed("not_found", "404 Topic not found"), 25.04, 3.21)
+
+
+class View:
+    """A relay with three batches in flight, as far as a heartbeat asks for it."""
+
+    def __init__(self, **circuits: CircuitState) -> None:
+        self.load = Load(3, 3, 0.375, frozenset(circuits), circuits)
+
+
+def settings(**flags: str) -> WorkerSettings:
+    return WorkerSettings.read({"project": "my-project", "instance": "main", "database": "shop", **flags}, {})
+
+
+def worker(info: Any, id: str = "a", age: float = 2) -> Worker:
+    """Return a worker whose Info went through the database."""
+    return Worker(id, age, NOW, NOW - timedelta(seconds=age), json.loads(json.dumps(info)))
+
+
+def test_a_worker_says_what_it_does() -> None:
+    changed = settings(batch_size="100", wake="change-stream", poll_interval="1.0", heartbeat_file="/tmp/mine")
+    info = worker_info(changed, View(orders=MISSING), Ring(), (0, 1, 2, 5, 32000))
+    host = info.pop("host")
+    assert isinstance(host, str)
+    assert info.pop("history")["all"] == {"busy": [38]}
+    assert info == {
+        "version": __version__,
+        "shards": [(0, 2), (5, 5), (32000, 32000)],
+        "shards_left_out": 0,
+        "in_flight": 3,
+        "utilization": 0.38,
+        "settings": {"batch_size": 100, "wake": "change-stream"},
+        "circuits": [
+            {"topic": "orders", "reason": "not_found", "error": "404 Topic not found", "open_seconds": 25.0,
+             "seconds_to_probe": 3.2},
+        ],
+        "circuits_left_out": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ["e" * 1_000, "\N{GRINNING FACE}" * 1_000], ids=["ascii", "emoji"])
+def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
+    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 4 kB without it."""
+    circuits = {f"topic-{n}": CircuitState(Failed("not_found", error), 1, 1) for n in range(100)}
+    info = worker_info(
+        settings(allowed_topics=",".join(["orders-*"] * 500)), View(**circuits), Ring(), range(0, 1000, 2)
+    )
+    del info["history"]
+    assert len(json.dumps(info, separators=(",", ":"))) <= MAX_OTHER_BYTES
+    shown = worker(info)
+    assert len(shown.shards) + shown.number("shards_left_out") == 500
+    assert len(shown.circuits) + shown.number("circuits_left_out") == 100
+    assert error.isascii() == (len(shown.circuits) > 0)
+    assert 100 < len(shown.shards) < 500
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"shards": 5, "circuits": 5, "settings": 5, "in_flight": "x", "host": None},
+        {"shards": [5, [1], [1, "2"], [0, 10**9], [5, 1], [True, 2]], "circuits": [5, None], "in_flight": -1},
+        {"circuits": [{"topic": 5, "open_seconds": 1e300, "seconds_to_probe": None}]},
+    ],
+)
+def test_an_info_that_no_worker_writes_breaks_no_command(info: Any) -> None:
+    """Any program may write the column."""
+    found = worker(info)
+    assert (found.shards, found.settings, found.number("in_flight")) == ([], {}, 0)
+    assert [(each.topic, each.since) for each in found.circuits] in ([], [("5", found.seen_at)])
+
+
+def test_a_worker_tells_no_secret() -> None:
+    """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
+    told = worker_info(settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x"), View(), Ring(), ())[
+        "settings"
+    ]
+    assert told == {"pubsub_endpoint": "10.0.0.1:443"}
+
+
+def test_a_request_has_a_limited_number_of_ranges():
+    """Spanner limits a request to 10 MiB. The rows of all requests are added up."""
+    numbers: list[int] = []
+
+    def query(_statement: str, **parameters: Any) -> list[list[Any]]:
+        shards, topics = parameters["range_shards"], parameters["range_topics"]
+        assert len(shards) == len(topics) == len(parameters["max_priorities"])
+        numbers.append(len(shards))
+        return [[shards[0], topics[0], topics[0], 50, "pending", 1, NOW, None, 0]]
+
+    ranges = [(shard, f"topic-{number}", 99) for number in range(1_000) for shard in range(25)]
+    rows, full = backlog.count(query, "", ranges, 1)
+    assert numbers == [10_000, 10_000, 5_000]
+    assert full == {(0, "topic-0"), (0, "topic-400"), (0, "topic-800")}
+    assert sum(row.number for row in rows) == 3
+
+
+@pytest.mark.parametrize(("shards", "topics", "large"), [(10, 1, 1), (10, 1_000, 1), (400, 100, 1), (400, 100, 100)])
+def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics: int, large: int):
+    """Small topics do not reduce what is counted of others. Reads stay bounded: a part of the large ones at most."""
+    waiting = {f"topic-{number}": 10**6 if number < large else 3 for number in range(topics)}
+    read: list[int] = []
+
+    def query(_statement: str, **values: Any) -> list[list[Any]]:
+        places = zip(values["range_shards"], values["range_topics"], strict=True)
+        rows = [
+            (*place, place[1], 50, "pending", min(values["limit"], waiting[place[1]]), NOW, None, 0) for place in places
+        ]
+        read.append(sum(row[5] for row in rows))
+        return [list(row) for row in rows]
+
+    ranges = [(shard, topic, 99) for shard in range(shards) for topic in waiting]
+    rows, full = backlog.count(query, "", ranges)
+    target = int(manifest()["metrics"][0]["external"]["target"]["averageValue"])
+    assert sum(row.number for row in rows) >= shards * target
+    assert {topic for _, topic in full} == {topic for topic, number in waiting.items() if number > 3}
+    assert sum(read) <= 2 * max(backlog.MAX_TOTAL, shards * backlog.COUNT_LIMIT) + len(ranges) * backlog.MIN_COUNT_LIMIT
+
+
+def manifest() -> dict[str, Any]:
+    path = Path(__file__).parents[2] / "k8s/components/autoscaling/horizontalpodautoscaler.yaml"
+    spec: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]
+    return spec
+
+
+def test_pending_tasks_of_a_paused_topic_are_in_no_total():
+    """Neither their count, nor their age, nor an early stop; the others are added up by topic."""
+    second = timedelta(seconds=1)
+    lines = [
+        Line("a", 9, pending=2, dead=1, oldest=NOW - second),
+        Line("a", 1, pending=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
+        Line("b", 0, paused=True, pending=7, dead=3, oldest=NOW - 9 * second, at_least={"pending"}),
+    ]
+    found = Backlog(NOW, (), lines)
+    total = found.total
+    assert (total.pending, total.dead, total.oldest, total.at_least) == (3, 4, NOW - 2 * second, {"dead"})
+    assert (found.oldest, found.age(found.oldest)) == (lines[1], 2.0)
+    assert found.topics() == {
+        "a": Line("a", 9, pending=3, dead=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
+        "b": lines[2],
+    }
+
+
+def test_an_empty_backlog_has_no_age():
+    empty = Backlog(NOW, (), [])
+    assert (empty.total, empty.oldest, empty.topics(), empty.age(None)) == (Line("", 0), None, {}, 0.0)
+    assert empty.age(Line("a", 0)) == 0.0
+    assert empty.age(Line("a", 0, oldest=NOW + timedelta(seconds=1))) == 0.0

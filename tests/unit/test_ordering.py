@@ -1,21 +1,38 @@
-"""The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
+"""The tasks of an ordering key: which go in a request, which are deferred behind a head, and which are released."""
 
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.delivery.claim import Claim
+from publishworker.delivery.rules import release_changes, skip_reasons
 from publishworker.host import Host
+from publishworker.spanner.write_errors import StoreError
+from publishworker.telemetry import metrics as m
 from publishworker.turn import ordering
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, parts
-from publishworker.types import KeyHeads, Next, QueuedTask, TopicKey
+from publishworker.types import (
+    Deferred,
+    Failed,
+    KeyHeads,
+    LockedRow,
+    Next,
+    NotSent,
+    Published,
+    QueuedTask,
+    RowChange,
+    TopicKey,
+    Version,
+)
 from tests.support.fakes import FakePublisher, FakeStore, serialized
-from tests.support.parts import policy, poll_request, relay_of
-from tests.support.relay_bench import Bench
+from tests.support.parts import claim_of, policy, poll_request, relay_of
+from tests.support.relay_bench import Bench, overtake
 
 
 class Recording(FakeStore):
@@ -114,3 +131,230 @@ def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> No
     bench.turns()
     assert bench.store.claimed.total() == 6
     assert sorted(bench.publisher.requests) == [["a1", "a2"], ["b1", "b2", "b3"], ["x"]]
+
+
+UNKNOWN = Failed("data_loss", "no")
+REFUSED = Failed("invalid_argument", "no")
+HOUR = timedelta(hours=1)
+
+
+def block(bench: Bench, tasks: int) -> list[str]:
+    ids = [f"t{n:02}" for n in range(tasks)]
+    bench.line("head", available_at=NEVER, attempts=1)
+    bench.line(*ids)
+    return ids
+
+
+@pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
+def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) -> None:
+    """The tasks behind it are deferred to its time, and appear neither failed nor dead.
+
+    The first and the last return after a minute, because the head may be deleted meanwhile, the others after an hour.
+    """
+    at = NEVER if state == "dead" else bench.store.now + timedelta(seconds=90)
+    bench.line("head", available_at=at, attempts=0 if state == "scheduled" else 3)
+    bench.line("a", "b", "c")
+    bench.line("later", available_at=bench.store.now + 9 * HOUR)
+    bench.line("other", key="l")
+    bench.insert("x")
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == ["other", "x"]
+    for id, seconds in {"a": 60, "b": 3600 if state == "dead" else 90, "c": 60}.items():
+        row = bench.store.rows[id]
+        assert bench.waits(id) == pytest.approx(seconds, abs=1)
+        assert (row.attempts, row.blocked_by) == (0, "head")
+    assert bench.waits("later") == pytest.approx(9 * 3600, abs=1)
+    assert bench.count(m.DEFERRED) == 3
+    assert bench.relay.turn().polled == 0
+
+
+def test_a_blocked_key_costs_one_transaction_a_minute(bench: Bench) -> None:
+    """However many tasks are behind its head. It defers two of them."""
+    block(bench, 200)
+    bench.turns(40)
+    deferred, claimed = bench.count(m.DEFERRED), bench.store.claimed["head"]
+    bench.run_for(610, step=10)
+    assert (bench.count(m.DEFERRED) - deferred, bench.store.claimed["head"] - claimed) == (20, 10)
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_task_that_was_deferred_while_a_batch_had_lost_its_locks_is_released(bench: Bench, is_aborted: bool) -> None:
+    """The batch has published the head, and its claim does not name the task, which was registered after the poll."""
+
+    def defer() -> None:
+        """Another worker has recorded a failed attempt of the head."""
+        in_an_hour = bench.store.now + HOUR
+        bench.change("head", attempts=1, available_at=in_an_hour)
+        bench.line("next", available_at=in_an_hour, blocked_by="head")
+
+    bench.line("head")
+    if is_aborted:
+        bench.abort_once(defer)
+    else:
+        bench.commits(StoreError("no answer"))
+    bench.turns()
+    if not is_aborted:
+        defer()
+    bench.run_for(2)
+    assert bench.publisher.ids() == ["head", "next"]
+
+
+def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
+    """They wait neither for the rest of their hour nor for the head's backoff beyond its expiry."""
+    in_a_minute = bench.store.now + timedelta(seconds=60)
+    bench.line("dead", "a", key="k")
+    bench.line("failing", "b", key="l")
+    bench.line("seen later", key="m", expires_at=in_a_minute, available_at=NEVER, attempts=1)
+    bench.line("c", key="m")
+    for id in ("dead", "failing"):
+        bench.change(id, expires_at=in_a_minute)
+    bench.publisher.failing = {"dead": REFUSED, "failing": UNKNOWN}
+    bench.relay = bench.another(retries={"initial": 900})
+    bench.turns()
+    assert bench.publisher.ids() == []
+    bench.wait(61)
+    bench.turns()
+    assert sorted(bench.publisher.ids()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("act", "wait", "sent"),
+    [
+        (lambda bench: bench.change("head", available_at=None), None, ["head", "a"]),  # retried
+        (lambda bench: bench.change("head", available_at=None, at_most_once=True), None, ["head", "a"]),
+        (lambda bench: bench.store.rows.pop("head"), None, ["a"]),
+        (lambda bench: bench.change("head", available_at=NEVER), None, ["a"]),  # and dead tasks are skipped
+        (lambda bench: bench.change("a", available_at=bench.store.now + 9 * HOUR), 9 * 3600, []),
+    ],
+)
+def test_nothing_is_deferred_behind_a_head_that_has_changed(
+    act: Callable[[Bench], object], wait: float | None, sent: list[str]
+) -> None:
+    """The locked rows decide: if the head is sendable or gone, or the task is due later, nothing is written."""
+    bench = Bench(skip_dead=True)
+    bench.line("head", "a")
+    bench.change("head", available_at=bench.store.now + HOUR)
+    overtake(bench, lambda: act(bench))
+    bench.relay.turn()
+    assert bench.count(m.DEFERRED) == 0
+    assert bench.waits("a") == (wait and pytest.approx(wait, abs=1))
+    bench.turns()
+    assert bench.publisher.ids() == sent
+
+
+@pytest.mark.parametrize(("batches", "max_turns"), [(1, 40), (2, 20), (8, 5)])
+def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: int) -> None:
+    """Deferring uses a part of the places, even if there is only one and the key gets new tasks."""
+    bench = Bench(batches=batches)
+    block(bench, 300)
+    bench.insert("x", topic="invoices")
+    turns = 0
+    while "x" not in bench.publisher.ids():
+        bench.relay.turn()
+        bench.line(*(f"u{turns}-{n}" for n in range(10)))
+        turns += 1
+        assert turns < max_turns
+
+
+def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
+    """Deferring waits for a lock, so another task can be the one in flight."""
+    bench = Bench(batches=8)
+    bench.store.control("orders", max_in_flight=1)
+    block(bench, 1)
+    bench.relay.turn()
+    with bench.store.locked("head"):
+        bench.relay.turn()
+        bench.insert("x")
+        for _ in range(3):
+            bench.relay.turn()
+        assert bench.publisher.ids() == ["x"]
+    bench.relay.finish()
+    assert bench.count(m.DEFERRED) == 1
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LATER = NOW + timedelta(seconds=1)
+BEFORE = NOW - timedelta(seconds=1)
+
+#: A row, by a word: its columns, its skip reason, and whether the tasks behind it in its key may be sent.
+ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "ready": ({}, "", True),
+    "due": ({"available_at": NOW}, "", True),
+    "sent": ({"sent_at": BEFORE}, "sent", True),
+    "scheduled": ({"available_at": LATER}, "not_due", False),
+    "dead": ({"available_at": NEVER}, "not_due", False),
+    "deferred": ({"available_at": LATER, "deferred": True}, "", True),
+    "expired and due": ({"expires_at": NOW}, "", True),
+    "expired before it was due": ({"available_at": LATER, "expires_at": NOW}, "not_due", True),
+    "dead and expired": ({"available_at": NEVER, "expires_at": BEFORE}, "not_due", True),
+    "not yet expired": ({"available_at": LATER, "expires_at": LATER}, "not_due", False),
+    "of another topic": ({"topic": "invoices", "available_at": LATER}, "moved", True),
+    "of another key": ({"ordering_key": "l", "available_at": LATER}, "moved", True),
+    "of no key any more": ({"ordering_key": None}, "moved", True),
+    "at most once": ({"at_most_once": True}, "at_most_once", False),
+}
+
+
+def row(id: str, **columns: Any) -> LockedRow:
+    values = {"topic": "orders", "ordering_key": "k", "available_at": None, "sent_at": None, **columns}
+    return LockedRow(**{"id": id, "data": b"", "created_at": BEFORE, **values})
+
+
+def reasons(
+    batch: Claim, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
+) -> dict[str, str]:
+    outcomes = skip_reasons(batch, rows, NOW, published or {}, policy(skip_dead=skip_dead))
+    return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
+
+
+@pytest.mark.parametrize("word", ROWS)
+def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
+    """Sent, gone and expired tasks are skipped. A task that is not due blocks only its key."""
+    columns, reason, continues = ROWS[word]
+    batch = claim_of("orders", "first", "next", "other", keys=("k", "k", "m"))
+    expected = {"first": reason} if reason else {}
+    if not continues:
+        expected["next"] = "blocked"
+    assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
+    # If nothing is written to the first row, the next one is released only if the first is skipped.
+    batch = claim_of("orders", "first", keys=("k",), releases=("next",))
+    rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
+    released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
+    released_ids = released_ids.get(word, ["next"] if reason and continues else [])
+    assert list(release_changes(batch, rows, {}, NOW, policy())) == released_ids
+
+
+def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
+    """A task that got a key after the poll is left to a poll that knows the key."""
+    late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)
+    deferred = late._replace(id="deferred", deferred=True)
+    batch = claim_of("orders", "a", "b", "deferred", "keyed", "gone")
+    expected = {"a": "not_due", "deferred": "not_due", "keyed": "moved", "gone": "gone"}
+    assert reasons(batch, late, ready, deferred, row("keyed")) == expected
+
+
+@pytest.mark.parametrize(
+    ("marks", "skip_dead", "released_ids"),
+    [
+        ({"a": Published("1"), "b": Published("2")}, False, ["c"]),
+        ({"a": Published("1")}, False, ["b"]),
+        ({}, False, []),  # the head is ready: the poll sees the key by it
+        ({"a": NotSent(1, LATER, None, "no"), "b": Deferred(LATER, "a")}, False, []),
+        ({"a": NotSent(1, NEVER, None, "no")}, False, []),
+        ({"a": NotSent(1, NEVER, None, "no")}, True, ["b"]),
+        ({"a": Published("1"), "b": NotSent(1, NEVER, None, "no")}, True, ["c"]),
+        ({"a": Published("1"), "b": NotSent(1, LATER, None, "no")}, False, []),
+    ],
+)
+def test_the_deferred_task_that_becomes_the_head_is_released(
+    marks: dict[str, RowChange], skip_dead: bool, released_ids: list[str]
+) -> None:
+    deferred = {"available_at": LATER, "deferred": True}
+    rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
+    batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c", "d"))
+    assert list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
+    # A head that has expired since the poll blocks no task.
+    rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]
+    behind = [each.id for each in rows if each.deferred and each.ordering_key == "k" and each.id not in marks]
+    released = list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead)))
+    assert released == (behind if released_ids else [])

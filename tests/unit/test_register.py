@@ -1,22 +1,35 @@
-"""The row that `outbox.register` adds for a task, and its metrics."""
+"""The rows that `register`, `register_once` and `register_many` add for tasks, and their metrics."""
 
+import asyncio
 import base64
+import dataclasses
 import enum
+import gc
+import inspect
 import logging
 import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
 from zoneinfo import ZoneInfo
 
 import pytest
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1._async.batch import Batch as AsyncBatch
+from google.cloud.spanner_v1._async.transaction import Transaction as AsyncTransaction
+from google.cloud.spanner_v1.batch import Batch, MutationGroup
+from google.cloud.spanner_v1.snapshot import Snapshot
+from google.cloud.spanner_v1.transaction import Transaction
 from google.protobuf import descriptor_pb2, struct_pb2, timestamp_pb2
 from google.pubsub_v1.types import PubsubMessage
 from google.pubsub_v1.types import Topic as ProtoPlusTopic
 
 import outbox
+from outbox import aio, registration
+from outbox.base.values import class_name
 from outbox.message import RawPublishRequest, RawPubsubMessage
+from outbox.table import transactions
 from outbox.testing import RecordingTransaction, assert_registered
 
 #: Also those of emulators, of a domain, and numbers.
@@ -193,3 +206,195 @@ def test_the_public_api_has_these_names() -> None:
     }  # fmt: skip
     assert all(hasattr(outbox, name) for name in outbox.__all__)
     assert [(each.name, int(each)) for each in outbox.Priority] == [("LOW", 0), ("NORMAL", 50), ("HIGH", 100)]
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Recorded(RecordingTransaction):
+    def __init__(self, *task_ids: str) -> None:
+        super().__init__(task_ids)
+        self.reads: list[Any] = []
+
+    def read(self, table: str, columns: Any, keyset: KeySet, **options: object) -> list[list[str]]:
+        self.reads.append((keyset.keys, options))
+        return super().read(table, columns, keyset, **options)
+
+
+def once(transaction: Any, task_id: str = "t", message: bytes = b"", **options: Any) -> bool:
+    return outbox.register_once(transaction, "orders", message, task_id=task_id, **options)
+
+
+def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
+    times = {"available_at": NOW, "expires_at": NOW + timedelta(hours=1)}
+    options: dict[str, Any] = {"priority": 7, "at_most_once": True, "task_id": "t", **times}
+    transaction, plain = Recorded(), Recorded()
+
+    assert outbox.register_once(transaction, "orders", b"data", {"a": "b"}, **options) is True
+
+    outbox.register(plain, "orders", b"data", {"a": "b"}, **options)
+    [(keys, sent)] = transaction.reads
+    assert (keys, plain.reads) == ([["t"]], [])
+    assert (sent["request_options"], sent["timeout"]) == ({"request_tag": "outbox-register-once"}, 30)
+    assert transaction.tasks == plain.tasks
+    assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", registration.COLUMNS)]
+
+
+@pytest.mark.parametrize("function", [outbox.register_once, aio.register_once])
+def test_register_once_has_the_arguments_of_register(function: Callable[..., Any]) -> None:
+    """Also those in `Options`, whose defaults are the same."""
+    ours, of_register = (list(inspect.signature(each).parameters) for each in (function, outbox.register))
+    assert [*ours[:-1], *registration.Options.__annotations__] == [
+        *of_register[:4], "task_id", *(name for name in of_register[4:] if name != "task_id"),
+    ]  # fmt: skip
+
+
+SESSION = mock.Mock()
+
+
+@pytest.mark.parametrize(
+    "transaction",
+    [None, object(), Batch(SESSION), MutationGroup(SESSION), Snapshot(SESSION), AsyncTransaction(SESSION)],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
+    """The sentence names the type and the remedy. The read of an asynchronous Transaction would have to be awaited."""
+    with pytest.raises(TypeError) as caught:
+        once(transaction)
+    assert str(caught.value) == (
+        f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because register_once reads "
+        "before it writes: call it in a function given to database.run_in_transaction, or use register. For the "
+        "transaction of an AsyncClient, await outbox.aio.register_once"
+    )
+
+
+ENDINGS: list[dict[str, Any]] = [{"committed": NOW}, {"rolled_back": True}]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("make", [Batch, Transaction, AsyncBatch, AsyncTransaction])
+def test_a_transaction_that_has_ended_is_refused(
+    make: type[Any], ending: dict[str, Any], set_metrics: Callable[[Any], None]
+) -> None:
+    """The client would buffer the insert, and never send it."""
+    counter, transaction = mock.Mock(), make(SESSION)
+    set_metrics(counter)
+    vars(transaction).update(ending)
+    calls: list[Callable[[], object]] = [
+        lambda: outbox.register(transaction, "orders", b""),
+        lambda: outbox.register_many(transaction, []),
+    ]
+    if make is Transaction:
+        calls += [lambda: once(transaction), lambda: outbox.cancel(transaction, "t")]
+    if make is AsyncTransaction:
+        calls.append(lambda: asyncio.run(aio.register_once(transaction, "orders", b"", task_id="t")))
+        calls.append(lambda: asyncio.run(aio.cancel(transaction, "t")))
+    for call in calls:
+        with pytest.raises(outbox.InvalidTransaction, match="was committed or rolled back before"):
+            call()
+    assert len(transaction._mutations) == counter.increment.call_count == 0
+
+
+def test_only_a_new_task_is_registered_and_counted(set_metrics: Callable[[Any], None]) -> None:
+    counter = mock.Mock()
+    set_metrics(counter)
+    transaction = Recorded("there")
+    assert [once(transaction, id) for id in ("new", "new", "there")] == [True, False, False]
+    assert [task.id for task in transaction.tasks] == ["new"]
+    with pytest.raises(outbox.InvalidMessage):
+        once(transaction, "")
+    counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
+
+
+def test_ids_are_forgotten_with_their_transaction() -> None:
+    """An application that runs for years keeps nothing."""
+    gc.collect()  # of transactions of other tests
+    before = len(transactions._inserted)
+    transaction = Transaction(mock.Mock())
+    outbox.register(transaction, "orders", b"", task_id="t")
+    assert transactions._inserted[transaction] == {("t",)}
+    del transaction
+    gc.collect()
+    assert len(transactions._inserted) == before
+
+
+WHOLE: dict[str, Any] = {
+    "priority": 7, "ordering_key": "k", "available_at": NOW, "expires_at": NOW + timedelta(hours=1), "task_id": "t",
+}  # fmt: skip
+
+
+def test_a_task_has_the_arguments_of_register() -> None:
+    arguments = list(inspect.signature(outbox.register).parameters.values())[1:]
+    assert list(inspect.signature(outbox.Task).parameters.values()) == arguments
+
+
+def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:
+    """The IDs are those of the tasks in their order, and so is the sequence."""
+    single, many = RecordingTransaction(), RecordingTransaction()
+    tasks = [outbox.Task("orders", b"1", {"a": "b"}, **WHOLE), outbox.Task("invoices", b"2", at_most_once=True)]
+    for task in tasks:
+        outbox.register(single, **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+    ids = outbox.register_many(many, tasks)
+    [(table, columns, rows)] = many.inserts
+    assert (table, tuple(columns)) == ("AsynchronousTasks", registration.COLUMNS)
+    assert ids == [task.id for task in many.tasks]
+    first, second = many.tasks
+    assert first == single.tasks[0]
+    assert (second.topic, second.message.data, second.at_most_once) == ("invoices", b"2", True)
+    assert (first.ordering_key, second.ordering_key) == ("k", "")
+    assert rows[0][5] < rows[1][5]
+
+
+def test_columns_with_their_default_are_not_written() -> None:
+    transaction = RecordingTransaction()
+    outbox.register_many(transaction, [outbox.Task("orders", b"", priority=0)] * 2)
+    [(_, columns, rows)] = transaction.inserts
+    assert columns == ("Id", "Topic", "Data", "Priority", "Sequence", "CreatedAt")
+    assert len(rows) == 2
+
+
+def test_no_task_is_no_insert() -> None:
+    transaction = RecordingTransaction()
+    assert outbox.register_many(transaction, []) == []
+    assert transaction.inserts == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "sentence"),
+    [
+        (outbox.Task("x", b""), outbox.InvalidMessage, r"tasks\[1\]: topic 'x' is not a name"),
+        (outbox.Task("orders", 7), TypeError, r"tasks\[1\]: message is int"),  # type: ignore[arg-type]  # wrong on purpose
+        (("orders", b""), TypeError, r"tasks\[1\] is tuple\. It must be an outbox\.Task"),
+        (outbox.Task("invoices", b"", task_id="t"), outbox.InvalidMessage, r"tasks\[1\]: .* 't' is .* of tasks\[0\]"),
+    ],
+)
+def test_one_refused_task_refuses_all(
+    bad: Any, kind: type[Exception], sentence: str, set_metrics: Callable[[Any], None]
+) -> None:
+    """The error names the task; nothing is buffered, counted or remembered."""
+    counter = mock.Mock()
+    set_metrics(counter)
+    transaction = RecordingTransaction()
+    with pytest.raises(kind, match=sentence):
+        outbox.register_many(transaction, [outbox.Task("orders", b"", task_id="t"), bad])
+    assert transaction.inserts == []
+    counter.increment.assert_not_called()
+    assert outbox.register_once(transaction, "orders", b"", task_id="t")
+
+
+@pytest.mark.parametrize("wrong", [iter([]), (task for task in ()), map(str, []), outbox.Task("orders", b""), None])
+def test_tasks_that_a_second_attempt_would_not_find_are_refused(wrong: Any) -> None:
+    """A transaction function that runs again after ABORTED would register nothing, without an error."""
+    with pytest.raises(TypeError, match=r"^tasks is [\w.]+\. It must be a list .* An iterator has no tasks left"):
+        outbox.register_many(RecordingTransaction(), wrong)
+
+
+def test_tasks_are_counted_by_topic_and_known_to_register_once(set_metrics: Callable[[Any], None]) -> None:
+    counter = mock.Mock()
+    set_metrics(counter)
+    transaction = RecordingTransaction()
+    outbox.register_many(transaction, [outbox.Task(topic, b"") for topic in ("orders", "invoices", "orders")])
+    calls = [mock.call("outbox.registered_task_count", n, [f"topic:{t}"]) for t, n in (("orders", 2), ("invoices", 1))]
+    assert counter.increment.call_args_list == calls
+    outbox.register_many(transaction, [outbox.Task("orders", b"", task_id="t")])
+    assert outbox.register_once(transaction, "orders", b"", task_id="t") is False

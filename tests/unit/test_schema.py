@@ -1,18 +1,25 @@
-"""The DDL, its options and its parser, and the errors of the Spanner client. No database."""
+"""The DDL and its parser, errors of the client, the steps of a reshard, and query plans. No database."""
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from google.api_core import exceptions as google
+from google.api_core.exceptions import FailedPrecondition
 from google.auth.exceptions import DefaultCredentialsError, RefreshError
+from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
+from outbox.admin.operations import Operation
+from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
+from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
-from outbox.table.layouts import Layout
+from outbox.table.layouts import Layout, by_layout
 from outbox.table.splits import POINTS_PER_NODE, points
+from publishworker.process.verify.plans import lines, problems, scans
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
@@ -202,3 +209,211 @@ def test_split_points_are_between_the_shards_and_among_the_ids() -> None:
     assert {key.count(",") for key in to_send + in_order} == {5}
     assert table == sorted({*table})
     assert len(to_send + in_order + table) <= POINTS_PER_NODE * 3
+
+
+FIRST, NEW = Layout(10), Layout(32, "32")
+COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "polls", "expected"),
+    [
+        (POLLED, "Shard", ("wait", NEW, "Waiting until w also polls Shard32")),  # as of a worker without `Polls`
+        (POLLED, "Shard,Shard32", ("set", FIRST, "Let workers stop polling Shard")),
+        (RETIRED, "Shard,Shard32", ("wait", FIRST, "Waiting until w no longer polls Shard")),
+        (RETIRED, "Shard32", ("drop", FIRST, "Drop the indexes of Shard and the column")),
+    ],
+)
+def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it(
+    recorded: str, polls: str, expected: tuple[object, ...]
+) -> None:
+    workers = {"w": frozenset(polls.split(","))}
+    step = next_step(Snapshot({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
+    assert step is not None
+    assert (step.kind, step.layout, step.text) == expected
+
+
+def test_statements_and_shard_ids_name_the_layout() -> None:
+    sql = "SELECT Shard, in_shard FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}, AsynchronousTaskShards"
+    assert FIRST.sql(sql) == sql
+    assert NEW.sql(sql) == sql.replace("Shard,", "Shard32,").replace("ToSend", "ToSend32")
+    first, new = by_layout([9, 32_031, 0, 32_000])
+    assert (first.numbers, first.first_id, first.sql(sql)) == ([9, 0], 0, sql)
+    assert (new.numbers, new.first_id, new.sql(sql)) == ([31, 0], 32_000, NEW.sql(sql))
+    assert [shard in new for shard in (0, 32_000, 33_000)] == [False, True, False]
+    for layout in (Layout(1000), Layout.added(1), Layout.added(1000)):
+        [shards] = by_layout(layout.ids)
+        assert (shards.numbers, shards.first_id) == ([*range(layout.shards)], layout.ids[0])
+        assert shards.sql("Shard") == layout.column
+
+
+def change(former: int, target: int, *, aborts: bool = False) -> Change:
+    """Return a change that is under way."""
+    since = datetime(2026, 11, 21, tzinfo=UTC)
+    operation = Operation("", "reshard", since, *[None] * 2, "{}", *[None] * 5)
+    return Change(former, target, operation, aborts)
+
+
+def resharding(snapshot: Snapshot, latest: Change | None, monkeypatch: pytest.MonkeyPatch) -> Resharding:
+    """Return a Resharding of a database that looks like this."""
+    table = mock.Mock(TaskTable)
+    table.name = "shop"
+    table.database = mock.Mock()
+    monkeypatch.setattr(Resharding, "snapshot", lambda _self: snapshot)
+    monkeypatch.setattr(Resharding, "_latest", lambda _self: latest)
+    monkeypatch.setattr(schema, "layouts", lambda _database: snapshot.found)
+    return Resharding(table)
+
+
+def test_a_change_under_way_is_reported_with_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the order of the names of the columns, which is Shard16 before Shard32."""
+    found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
+    sentence = "a change from 32 to 16 shards is under way. Continue it with --shards 16, or end it with --abort"
+    with pytest.raises(OutboxError, match=sentence):
+        resharding(Snapshot(found, {}, {}), change(32, 16), monkeypatch).target(64)
+
+
+@pytest.mark.parametrize(("former", "target", "aborts"), [(32, 16, False), (16, 32, True)])
+def test_an_abort_that_was_interrupted_is_continued(
+    former: int, target: int, aborts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not aborted in turn."""
+    found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
+    latest = change(former, target, aborts=aborts)
+    assert resharding(Snapshot(found, {}, {}), latest, monkeypatch).former().shards == 32
+
+
+@pytest.mark.parametrize(
+    "indexes", [{"AsynchronousTasksToSend": "READ_WRITE"}, COMPLETE | {"AsynchronousTasksToSend": "WRITE_ONLY"}]
+)
+def test_the_only_layout_must_be_complete(indexes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to do, and nothing is written."""
+    its = resharding(Snapshot({FIRST: indexes}, {}, {}), None, monkeypatch)
+    with pytest.raises(OutboxError, match=r"an index of Shard is missing .* Run `outbox schema apply`"):
+        list(its.run(its.target(10)))
+
+
+def test_the_only_layout_is_completed_if_a_change_added_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `outbox schema apply`."""
+    snapshot = Snapshot({NEW: {"AsynchronousTasksInOrder32": "READ_WRITE"}}, {NEW: POLLED}, {})
+    its = resharding(snapshot, None, monkeypatch)
+    assert next(iter(its.run(NEW))) == "Add column Shard32 and its indexes; all tasks are written to them"
+
+
+def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    its = resharding(Snapshot({NEW: COMPLETE}, {}, {}), None, monkeypatch)
+    its._do(Step("drop", FIRST, "Drop"), NEW)
+    its._table.database.update_ddl.assert_not_called()
+    its._do(Step("drop", NEW, "Drop"), FIRST)
+    its._table.database.update_ddl.assert_called_once()
+
+
+def test_an_update_that_is_refused_after_another_one_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of an earlier run, which was queued before it. It is one if nothing has changed."""
+    found: dict[Layout, dict[str, str]] = {FIRST: COMPLETE}
+    its = resharding(Snapshot(found, {}, {}), None, monkeypatch)
+    monkeypatch.setattr(schema, "layouts", lambda _database: dict(found))
+
+    def refuse(_statements: list[str]) -> None:
+        found[NEW] = COMPLETE
+        raise FailedPrecondition("Duplicate name in schema: Shard32.")  # type: ignore[no-untyped-call]  # no types
+
+    its._table.database.update_ddl.side_effect = refuse
+    its._do(Step("build", NEW, "Add"), NEW)
+    with pytest.raises(OutboxError, match="Duplicate name"):
+        its._do(Step("drop", FIRST, "Drop"), NEW)
+
+
+def test_a_worker_counts_for_twice_its_liveness_timeout() -> None:
+    """A slow worker must not be overlooked. One that has not written Polls polls the first layout."""
+    rows = [
+        ["late", 27_999, 14, "Shard,Shard32"],
+        ["gone", 28_000, 14, "Shard"],
+        ["fresh", 0, 14, None],
+        ["off", 0, 0, ""],
+    ]
+    assert _polled_by(rows) == {"late": {"Shard", "Shard32"}, "fresh": {"Shard"}}
+
+
+INDEX, TABLE = "AsynchronousTasksToSend", "AsynchronousTasks"
+POLL = f"SELECT Id FROM {TABLE}@{{FORCE_INDEX={INDEX}}} WHERE Shard = 1"
+LOCK = f"SELECT Id FROM UNNEST(@ids) AS i JOIN {TABLE}@{{FORCE_INDEX=_BASE_TABLE}} ON Id = i"
+
+
+def plan(*nodes: tuple[str, dict[str, Any], tuple[int, ...], str]) -> QueryPlan:
+    """Each node has a name, metadata, the indexes of its children, and a seek condition or an empty text."""
+    found = []
+    conditions = []
+    for index, (name, metadata, children, seek) in enumerate(nodes):
+        links = [PlanNode.ChildLink(child_index=child) for child in children]
+        if seek:
+            links.append(PlanNode.ChildLink(child_index=len(nodes) + len(conditions), type_="Seek Condition"))
+            conditions.append(seek)
+        kind = PlanNode.Kind.RELATIONAL
+        found.append(PlanNode(index=index, kind=kind, display_name=name, child_links=links, metadata=metadata))
+    for index, text in enumerate(conditions, len(nodes)):
+        short = PlanNode.ShortRepresentation(description=text)
+        found.append(PlanNode(index=index, kind=PlanNode.Kind.SCALAR, short_representation=short))
+    return QueryPlan(plan_nodes=found)
+
+
+def scan(target: str, **more: Any) -> tuple[str, dict[str, Any], tuple[int, ...], str]:
+    kind = "TableScan" if target == TABLE else "IndexScan"
+    return "Scan", {"scan_type": kind, "scan_target": target, **more}, (), ""
+
+
+SEEK = ("Filter Scan", {}, (2,), "($Shard = 1) AND IS_NULL($SentAt)")
+GOOD = plan(("Distributed Union", {}, (1,), ""), SEEK, scan(INDEX))
+
+
+@pytest.mark.parametrize(
+    ("statement", "bad", "sentence"),
+    [
+        (POLL, plan(("Distributed Union", {}, (1,), ""), scan(INDEX, **{"Full scan": "true"})), "a full scan"),
+        (POLL, plan(("Distributed Union", {}, (1,), ""), scan(INDEX)), "a scan without a seek condition"),
+        (POLL, plan(("Sort Limit", {}, (1,), ""), SEEK, scan(INDEX)), "Sort Limit reads all rows of the range"),
+        (
+            POLL,
+            plan(("Hash Join", {}, (1, 3), ""), SEEK, scan(INDEX), ("Filter Scan", {}, (4,), "x"), scan(INDEX)),
+            "JOIN_METHOD=APPLY_JOIN had no effect",
+        ),
+        (
+            POLL,
+            plan(
+                ("Distributed Cross Apply", {}, (1, 3), ""), SEEK, scan(INDEX),
+                ("Filter Scan", {}, (4,), "($Id = $Id_1)"), scan(TABLE),
+            ),
+            "AsynchronousTasks: a join back to the table",
+        ),
+        (LOCK, plan(("Distributed Union", {}, (1,), ""), SEEK, scan("ByTopic")), "forces AsynchronousTasks"),
+    ],
+    ids=["full scan", "no seek", "sort", "hash join", "back join", "another index"],
+)  # fmt: skip
+def test_a_bad_plan_is_named(statement: str, bad: QueryPlan, sentence: str) -> None:
+    assert [each for each in problems(bad, statement) if sentence in each], problems(bad, statement)
+
+
+@pytest.mark.parametrize(
+    ("statement", "good"),
+    [
+        (POLL, GOOD),
+        (POLL, plan(("Sort", {}, (1,), ""), ("Limit", {}, (2,), ""), ("Filter Scan", {}, (3,), "x"), scan(INDEX))),
+        (LOCK, plan(("Sort", {}, (1,), ""), SEEK, scan(TABLE))),
+        ("SELECT 1 FROM AsynchronousTaskTopics", plan(scan("AsynchronousTaskTopics", **{"Full scan": "true"}))),
+    ],
+    ids=["seek", "sort of a limited range", "sort of rows by key", "small table"],
+)
+def test_a_good_plan_has_no_problem(statement: str, good: QueryPlan) -> None:
+    assert problems(good, statement) == []
+
+
+def test_the_emulator_has_no_plan() -> None:
+    assert scans(QueryPlan()) == []
+
+
+def test_a_plan_is_shown_as_a_tree() -> None:
+    assert list(lines(GOOD)) == [
+        "Distributed Union",
+        "  Filter Scan (Seek Condition: ($Shard = 1) AND IS_NULL($SentAt))",
+        f"    Scan (scan_target: {INDEX}, scan_type: IndexScan)",
+    ]

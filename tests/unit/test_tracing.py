@@ -1,24 +1,34 @@
-"""The trace context of messages: `register` notes it, the worker's span links to it, and log lines carry it."""
+"""Lines of the log, the trace context of messages, and the export of metrics to OpenTelemetry."""
 
 import json
 import logging
+import sys
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from google.pubsub_v1.types import PubsubMessage
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
 
 import outbox
+from outbox.errors import SettingError
 from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
 from outbox.observing import span_of
 from outbox.program import logs
+from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.testing import RecordingTransaction
+from publishworker.log import ThrottledLog
 from publishworker.pubsub import messages
 from publishworker.pubsub.messages import trace_id
+from publishworker.telemetry import clients
 from publishworker.types import Failed, Published
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
@@ -170,3 +180,140 @@ def test_log_lines_carry_the_current_trace(caplog: pytest.LogCaptureFixture) -> 
     first, second = (json.loads(logs.JsonFormatter().format(record)) for record in caplog.records)
     assert (first["trace_id"], first["span_id"]) == (f"{TRACE:032x}", f"{SPAN:016x}")
     assert second["trace_id"] == "1" * 32
+
+
+def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
+    record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), None)
+    record.action = "delivery_failed"
+    line = JsonFormatter().format(record)
+    entry = json.loads(line)
+    assert "\n" not in line
+    assert (entry["status"], entry["message"], entry["action"]) == ("warning", "3 tasks\nfailed", "delivery_failed")
+    assert entry["logger.name"] == "publishworker"
+    try:
+        1 // 0  # noqa: B018 - raises
+    except ZeroDivisionError:
+        record.exc_info = sys.exc_info()
+    entry = json.loads(JsonFormatter().format(record))
+    assert entry["error.kind"] == "ZeroDivisionError"
+    assert "1 // 0" in entry["error.stack"]
+
+
+def test_the_time_of_a_text_line_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the times that commands print."""
+    record = logging.LogRecord("outbox", logging.WARNING, "", 0, "late", (), None)
+    record.created = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        line = TextFormatter().format(record)
+    time.tzset()
+    assert line == "03:04:05Z WARNING late"
+
+
+def test_a_text_line_is_one_line() -> None:
+    record = logging.LogRecord("publishworker", logging.INFO, "", 0, "task %s", ("a\n12:00:00 CRITICAL \x1b[2J",), None)
+    line = TextFormatter().format(record)
+    assert line.endswith("task a\\n12:00:00 CRITICAL \\u001b[2J")
+    assert line.isprintable()
+
+
+def test_a_repeated_warning_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Another topic or reason is another warning."""
+    seconds = [0.0]
+    throttled = ThrottledLog(lambda: seconds[0])
+    for now in (0.0, 0.0, 59.9, 60.0, 61.0):
+        seconds[0] = now
+        throttled.log("delivery_failed", "orders", f"orders fail at {now:g}")
+        throttled.log("delivery_failed", "invoices", "invoices fail", max_lines=2)
+    assert [line for line in caplog.messages if "orders" in line] == ["orders fail at 0", "orders fail at 60"]
+    assert caplog.messages.count("invoices fail") == 4
+
+
+EXPORTER = "OTEL_METRICS_EXPORTER"
+ALL, METRICS = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
+OF_GRPC = "opentelemetry.exporter.otlp.proto.grpc.metric_exporter"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, OTLPMetricExporter), ({ALL: "", METRICS: ""}, OTLPMetricExporter),
+        ({ALL: "http/protobuf"}, OTLPMetricExporter), ({ALL: "grpc"}, "grpc"), ({METRICS: "grpc"}, "grpc"),
+        ({ALL: "grpc", METRICS: "http/protobuf"}, OTLPMetricExporter),
+        ({ALL: "http/protobuf", METRICS: "grpc"}, "grpc"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, OTLPMetricExporter),
+    ],
+)  # fmt: skip
+def test_the_exporter_has_the_protocol_of_the_variables(
+    variables: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable of the metrics wins over that of all signals, and those of other signals do not matter."""
+    monkeypatch.setitem(sys.modules, OF_GRPC, SimpleNamespace(OTLPMetricExporter="grpc"))  # type: ignore[arg-type]  # no module
+    for name in (ALL, METRICS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert clients._exporter_class() == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({METRICS: "http/json"}, f"{METRICS}: 'http/json' is not allowed. It must be http/protobuf or grpc"),
+        ({ALL: "gprc"}, f"{ALL}: 'gprc' is not allowed. It must be http/protobuf or grpc. Did you mean 'grpc'"),
+        ({EXPORTER: "console"}, f"{EXPORTER}: 'console' is not allowed. It must be otlp or none"),
+        ({ALL: "grpc"}, "exporter for grpc is missing. Install it: pip install opentelemetry-exporter-otlp-proto-grpc"),
+    ],
+)
+def test_a_protocol_that_cannot_be_used_is_a_sentence(
+    variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, OF_GRPC, None)
+    monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)  # it would take the loggers of this process
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=sentence):
+        clients.client("opentelemetry")
+
+
+@pytest.mark.parametrize(("value", "exports"), [("none", False), ("None", False), ("otlp", True), ("", True)])
+def test_the_variable_of_the_exporter_turns_metrics_off(
+    value: str, exports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is imported or started then, and no value of another variable matters."""
+    created = object()
+    monkeypatch.setattr(clients, "_opentelemetry", lambda: created)
+    monkeypatch.setenv(EXPORTER, value)
+    assert clients.client("opentelemetry") is (created if exports else None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("OTEL_METRIC_EXPORT_INTERVAL", "60s", "invalid value for export interval, using default"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "shop", "Invalid key value resource attribute pair shop"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "0", "interval value 0.0 is invalid"),
+    ],
+)
+def test_a_wrong_variable_is_refused_or_logged_and_metrics_are_not_called_lost(
+    variable: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client replaces most wrong values by a default. Nobody must believe that its metrics do not arrive."""
+    for name in ("opentelemetry", "opentelemetry.exporter", "opentelemetry.sdk"):
+        logger = logging.getLogger(name)
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # as in the worker
+    monkeypatch.setattr(clients, "_exporter_class", lambda: ConsoleMetricExporter)
+    monkeypatch.setenv(variable, value)
+    try:
+        made = clients.client("opentelemetry")
+    except SettingError as error:
+        said = str(error)
+    else:
+        [said] = {record.getMessage() for record in caplog.records}
+        assert made is not None
+        made.stop(1)
+        assert said.startswith("A variable of the metrics is wrong: ")
+    assert sentence in said

@@ -1,22 +1,42 @@
-"""The worker: when it polls again, its logs and reports while Spanner is unavailable, how it ends."""
+"""The worker: its loop, its heartbeats and its shards, and how its process ends."""
 
 import logging
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
+from datetime import timedelta
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from google.api_core.exceptions import ServiceUnavailable
+from hypothesis import given
+from hypothesis import strategies as st
 
+from outbox.base.schedules import RECONNECT
+from outbox.table.layouts import Layout
+from outbox.table.shared_sql import FORGET_WORKER_SECONDS
+from publishworker.process import exits, healthcheck
+from publishworker.process.app import App, run_on_thread
+from publishworker.process.commands import heartbeat_file, stop_on_signals
+from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
+from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
 from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
-from publishworker.types import Next, Turn, Workers
-from tests.support.fakes import FakeStore
-from tests.support.parts import claim_of
+from publishworker.types import Next, TopicKey, Turn, Workers
+from tests.support.fakes import Counted, FakeStore
+from tests.support.parts import claim_of, poll_request
 
 WORK, IDLE, AWAY = Turn(published=1, next=Next.AT_ONCE), Turn(), StoreError("connection refused")
 
@@ -209,3 +229,215 @@ def test_a_worker_whose_turns_fail_writes_no_heartbeat_row() -> None:
     script.run(beats=True)
     assert script.stop.seconds > 15
     assert script.store.heartbeats == 1
+
+
+names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
+
+
+@given(names, st.integers(1, 64), st.randoms())
+def test_every_shard_has_a_worker_and_every_worker_a_shard(workers: set[str], shards: int, random: object) -> None:
+    parts = divide(workers, range(shards))
+    assert set(parts) == workers
+    assert {shard for part in parts.values() for shard in part} == set(range(shards))
+    sizes = [len(part) for part in parts.values()]
+    of_shard = Counter(shard for part in parts.values() for shard in part)
+    assert max(sizes) - min(sizes) <= 1
+    assert max(of_shard.values()) - min(of_shard.values()) <= 1
+    if shards >= len(workers):
+        assert max(of_shard.values()) == 1  # divided
+    else:
+        assert max(sizes) == 1  # shared
+    shuffled = list(workers)
+    random.shuffle(shuffled)
+    assert divide(shuffled, range(shards)) == parts
+
+
+def test_a_worker_that_joins_moves_few_shards() -> None:
+    before = divide([f"worker-{n}" for n in range(10)], range(100))
+    after = divide([f"worker-{n}" for n in range(11)], range(100))
+    owner = {shard: worker for worker, part in after.items() for shard in part}
+    moved = sum(owner[shard] != worker for worker, part in before.items() for shard in part)
+    assert len(after["worker-10"]) == 9
+    assert moved <= 35
+
+
+class Member(Membership):
+    def __init__(self) -> None:
+        self.store, self.seconds = FakeStore(), 100.0
+        super().__init__(self.store, "me", clock=lambda: self.seconds)
+
+    def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
+        old = timedelta(seconds=FORGET_WORKER_SECONDS + 1)
+        self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
+        self.assign(self.store.workers())
+        return self.shards
+
+
+def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> None:
+    """Starting at once. It deletes the rows of workers that were silent for an hour, but never its own."""
+    member = Member()
+    assert member.seconds_to_heartbeat == 0
+    member.heartbeat()
+    assert set(member.store.seen_at) == {"me"}
+    assert member.seconds_to_heartbeat == HEARTBEAT_INTERVAL_SECONDS
+    member.see(gone=["dead", "me"])  # as after an hour in which heartbeats were refused
+    member.seconds += HEARTBEAT_INTERVAL_SECONDS - 0.1
+    member.heartbeat()
+    assert set(member.store.seen_at) == {"dead", "me"}
+    member.seconds += 0.1
+    member.heartbeat()
+    assert set(member.store.seen_at) == {"me"}
+    member.seconds += HEARTBEAT_INTERVAL_SECONDS
+    member.store.away = True
+    member.heartbeat()
+    assert member.seconds_to_heartbeat == RECONNECT.first
+    member.store.away = False
+    member.delete_heartbeat()
+    assert not member.store.seen_at
+
+
+def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
+    """While Spanner is unavailable one line covers everything. A table that refuses the heartbeat gets its own line."""
+    member = Member()
+    member.store.away = True
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        member.heartbeat()
+        assert caplog.records == []
+        member.store.away = False
+        member.see("other")
+        member.store.away = True
+        member.delete_heartbeat()
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"]
+    assert "the fake store is away" in caplog.records[0].getMessage()
+
+
+def test_a_heartbeat_says_which_shards_are_polled_once_they_are_assigned() -> None:
+    """Until then the worker knows no topic, so shards that no other worker polls are not hidden."""
+    member = Member()
+    member.info = lambda shards: {"shards": list(shards)}
+    member.heartbeat()
+    assert member.store.info == {"me": {"shards": []}}
+    part = member.see("me", "other")
+    member.seconds += HEARTBEAT_INTERVAL_SECONDS
+    member.heartbeat()
+    assert member.store.info == {"me": {"shards": list(part)}}
+
+
+def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "heartbeat"
+    monkeypatch.setenv("OUTBOX_HEARTBEAT_FILE", str(file))
+    assert healthcheck.main([]) == 1
+    assert "No heartbeat" in capsys.readouterr().err
+    heartbeat_file(file)()
+    assert healthcheck.main([]) == 0
+    os.utime(file, (0, 0))
+    assert healthcheck.main([]) == 1
+    assert "s old; the limit is 45 s" in capsys.readouterr().err
+
+
+def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        heartbeat = heartbeat_file(tmp_path / "missing" / "heartbeat")
+        heartbeat(), heartbeat(), heartbeat()
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
+
+
+def test_each_read_begins_with_a_heartbeat() -> None:
+    """A turn has several reads, and each may take 30 s. A drain then reads all unsent tasks, part by part."""
+    beats: list[str] = []
+    database = mock.Mock(snapshot=mock.Mock(side_effect=ServiceUnavailable("no")))
+    store = SpannerStore(database, Layout(10), before_read=lambda: beats.append("beat"))
+    for read in (
+        lambda: store.poll(poll_request("orders")),
+        lambda: store.discover((), ()),
+        lambda: store.discover((1,), ("orders",)),
+        lambda: store.seconds_until_due((1,), ("orders",)),
+        lambda: store.key_heads({TopicKey("orders", "k"): 1}, 1, skip_dead=False),
+        lambda: any_to_send(store),
+    ):
+        beats.clear()
+        with pytest.raises(StoreError):
+            read()
+        assert beats == ["beat"]
+
+
+def test_a_worker_on_a_thread_ends_in_time_and_raises_its_defect() -> None:
+    """After the stop it has its timeout and no more. A defect ends the command: there is no silent half-worker."""
+    stop, release = threading.Event(), threading.Event()
+    woken: list[bool] = []
+    assert run_on_thread(stop.set, stop, 5, lambda: woken.append(stop.is_set()))
+    assert woken == [True]
+    assert not run_on_thread(lambda: release.wait(30), stop, 0.01, lambda: None)
+    release.set()
+
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_on_thread(work, threading.Event(), 5, lambda: None)
+
+
+def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
+    """The Spark task of a drain continues in a process whose handlers are not the worker's."""
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "action"),
+    [
+        (StuckBatch([claim_of("orders", "a")], 121), exits.FAILED, "stuck"),
+        (DatabaseMissing("no database"), exits.NOT_REACHED, "missing"),
+        (ZeroDivisionError(), exits.FAILED, "died"),
+        (None, exits.DONE, "stopped"),
+    ],
+)
+def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
+    error: Exception | None, code: int, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, counted = app_and_counts()
+    app._worker.run.side_effect = error
+    caplog.set_level("INFO", "publishworker")
+    assert stopped(app) == code
+    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
+    assert counted.counts[m.FORCED_STOP.name] == (action == "stuck")
+    app.relay.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
+    app._background[0].stop.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "code", "action"), [(1, 9, "shutdown_timeout"), (0, exits.DONE, "stopped")], ids=["batch", "read"]
+)
+def test_only_batches_in_flight_exceed_the_shutdown_timeout(
+    in_flight: int, code: int, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read that Spanner does not answer takes up to 30 s. The worker then has claimed nothing."""
+    app, counted = app_and_counts()
+    answered = threading.Event()
+    app._worker.run.side_effect = lambda *_: answered.wait(60)
+    app._settings.shutdown_timeout = 0.0
+    app.relay.load.batches = in_flight
+    caplog.set_level("INFO", "publishworker")
+    assert stopped(app) == code
+    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
+    assert counted.counts[m.FORCED_STOP.name] == in_flight
+    answered.set()
+
+
+def app_and_counts() -> tuple[Any, Counted]:
+    app, counted = mock.MagicMock(App), Counted()
+    app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=5)
+    app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.MagicMock(), mock.Mock(), Metrics(counted)
+    app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
+    return app, counted
+
+
+def stopped(app: Any) -> int:
+    stop = threading.Event()
+    stop.set()
+    return App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9)

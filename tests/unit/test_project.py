@@ -1,18 +1,58 @@
-"""The files in .github and the check before a release, without GitHub."""
+"""The files of the project: guarantees with their tests, workflows of GitHub, releases, and locked packages."""
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support import quick
 from tools.changelog import missing_line
 from tools.release import problems
 
 ROOT = Path(__file__).parents[2]
+SLOWER = re.compile(r"pytest\.mark\.(extended|long)\b")
+
+
+def promises() -> Iterator[tuple[str, list[str]]]:
+    page = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
+    for promise, tests in re.findall(r"^\| (.+) \| (\[test\]\(.+) \|$", page, re.MULTILINE):
+        links = re.findall(r"\]\(\.\./(tests/[^)#]+)#?(\w*)\)", tests)
+        yield promise, [f"{path}::{name}" if name else path for path, name in links]
+
+
+def is_quick(test: str) -> bool:
+    path, _, name = test.partition("::")
+    if path.startswith("tests/pipeline/"):
+        return name in quick.SPARK
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    if any(SLOWER.search(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)):
+        return False
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return any(
+        not SLOWER.search(" ".join(map(ast.unparse, each.decorator_list)))
+        for each in functions
+        if each.name == name or (not name and each.name.startswith("test_"))
+    )
+
+
+@pytest.mark.parametrize(("promise", "tests"), list(promises()))
+def test_make_test_covers_every_promise(promise: str, tests: list[str]) -> None:
+    """A promise that only `make test-all` covers would break unnoticed for too long."""
+    assert any(map(is_quick, tests)), promise
+
+
+def test_the_page_has_promises() -> None:
+    """The test above reads the table, whatever its form."""
+    assert len(list(promises())) >= 15
+
+
 WORKFLOW = ROOT / ".github/workflows/release.yml"
 JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
 STEPS = [step for job in JOBS.values() for step in job["steps"]]
@@ -106,3 +146,76 @@ def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository
     changes.write_text("## [Unreleased]\n\n## [1.2.3] - 2026-12-01\n")
     assert list(problems("v1.2.3", "https://github.com/my-org/outbox", tmp_path)) == []
     list(problems("v0", "", ROOT))  # the files have the form that the check expects
+
+
+LOCK = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_each_package_has_a_version_and_hashes() -> None:
+    """No line has an address, because the file is also for those who install from a mirror."""
+    entries = re.split(r"(?<!\\)\n", LOCK)
+    packages = [entry for entry in entries if entry and not entry.startswith("#")]
+    assert len(packages) > 100
+    pinned = re.compile(r"[a-z0-9-]+==\S+( ; [^\\]+)? (\\\n +--hash=sha256:[0-9a-f]{64} ?)+")
+    assert [entry for entry in packages if not pinned.fullmatch(entry)] == []
+    assert "://" not in LOCK
+
+
+def test_what_builds_the_package_is_locked() -> None:
+    """`make constraints` resolves all groups, and the group `build` has what the build names."""
+    groups = PROJECT["dependency-groups"]
+    assert set(PROJECT["build-system"]["requires"]) <= set(groups["build"])
+    command = MAKEFILE.partition("\nconstraints:")[2]
+    included = {each["include-group"] for group in groups.values() for each in group if isinstance(each, dict)}
+    assert set(re.findall(r"--group ([a-z]+)", command)) | included == set(groups)
+    assert "--all-extras" in command
+    assert "--generate-hashes" in command
+
+
+def test_a_package_with_another_hash_is_not_installed() -> None:
+    install = MAKEFILE.partition("\nINSTALL = ")[2].partition("\n\n")[0]
+    assert "pip install --quiet --python $(1) --require-hashes --constraint constraints.txt" in install
+
+
+TAG = re.compile(r"\bOUT-[A-Z]+-\d+\b")
+GUARANTEES = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/architecture/specification.md").read_text(encoding="utf-8")
+_FILES = ("protocol.py", "state.py", "conformance.py", "shards.py")
+SPECIFICATION = [ROOT / "tests/specification" / name for name in _FILES]
+NAMED = re.findall(r"^\| (OUT-[A-Z]+-\d+) \|", GUARANTEES, re.MULTILINE)
+
+
+def tags(files: Iterable[Path]) -> set[str]:
+    return {tag for file in files for tag in TAG.findall(file.read_text(encoding="utf-8"))}
+
+
+def test_each_guarantee_has_one_name() -> None:
+    assert len(NAMED) == len({*NAMED}) == len(re.findall(r"^\| .*\[test\]", GUARANTEES, re.MULTILINE))
+    assert {*NAMED} == {*TAG.findall(GUARANTEES)}
+
+
+def test_the_specification_has_each_name_or_the_page_says_why_not() -> None:
+    specified, not_specified = tags(SPECIFICATION), {*TAG.findall(PAGE)}
+    assert specified | not_specified == {*NAMED}
+    assert not specified & not_specified
+
+
+def test_the_code_has_each_name() -> None:
+    code = [file for name in ("outbox", "publishworker", "outbox_pipeline") for file in (ROOT / name).rglob("*.py")]
+    files = {*code, *(ROOT / "schema").rglob("*.sql")}.difference(SPECIFICATION)
+    assert tags(files) == {*NAMED}
+
+
+def test_the_tests_have_each_name() -> None:
+    """A comment where the test begins; or the docstring of the module, if the guarantee names all its tests."""
+    files = {*(ROOT / "tests").rglob("*.py")}.difference(SPECIFICATION)
+    assert tags(files) == {*NAMED}
+    rows = re.findall(r"^\| (OUT-\S+) \|.*\| (.+) \|$", GUARANTEES, re.MULTILINE)
+    for tag, links in rows:
+        for path, name in re.findall(r"\]\(\.\./(tests/[^)#]+)#?(\w*)\)", links):
+            text = (ROOT / path).read_text(encoding="utf-8")
+            begin = re.search(rf"def {name}\((?:.|\n)*?:  # (.+)", text) if name else re.search(r'"""(.+)', text)
+            assert begin is not None, (tag, path, name)
+            assert tag in TAG.findall(begin[1]), (tag, path, name)

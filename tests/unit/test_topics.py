@@ -1,4 +1,4 @@
-"""Routes and retry policies of topics: where a batch publishes, and how its failures are recorded; on the fakes."""
+"""What a topic may do: routes, retry policies, rate limits, and its circuit breaker."""
 
 import dataclasses
 import math
@@ -7,13 +7,17 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls
 from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, Kind
 from publishworker.host import Host
-from publishworker.topics.availability import Topics, split_valid
-from publishworker.types import Failed
-from tests.support.parts import policy
+from publishworker.topics import availability
+from publishworker.topics.availability import CircuitBreakers, CircuitChange, RateLimits, Topics, split_valid
+from publishworker.types import FORGET_TOPIC_SECONDS, Answer, Failed, Published, Skipped
+from tests.support.parts import claim_of, policy
 from tests.support.relay_bench import Bench
 
 NEW = "projects/other/topics/orders-v2"
@@ -158,3 +162,146 @@ def test_a_name_that_pubsub_refuses_is_no_destination(to: str) -> None:
     right, wrong = split_valid({"bad": TopicControls(publish_to=to), "good": TopicControls(publish_to=NEW)})
     assert right == {"bad": TopicControls(paused=True), "good": TopicControls(publish_to=NEW)}
     assert wrong["route", "bad"].startswith("Topic bad counts as paused: publish_to is ")
+
+
+BEGIN = 1000.0
+
+
+class Timed(RateLimits):
+    def __init__(self) -> None:
+        self.now = BEGIN
+        super().__init__(lambda: self.now)
+
+    def limit(self, per_second: float, burst: int, in_flight: int | None = None, workers: int = 1) -> None:
+        self.apply({"orders": TopicControls(False, per_second, burst, in_flight)}, workers)
+
+    def allowed(self, in_flight: int = 0) -> int | None:
+        return self.allowances({"orders": in_flight} if in_flight else {}).get("orders")
+
+
+@pytest.fixture
+def throttle() -> Timed:
+    return Timed()
+
+
+@given(
+    per_second=st.floats(1e-9, 1.79769313486e308),
+    burst=st.integers(1, 10**9),
+    workers=st.integers(1, 20),
+    steps=st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), max_size=40),
+)
+def test_no_history_of_requests_exceeds_rate_and_burst(
+    per_second: float, burst: int, workers: int, steps: list[tuple[float, float]]
+) -> None:
+    """At any times, with any part of the allowance used, whatever limits are read again in between."""
+    throttle, total = Timed(), 0
+    max_tasks = max(1.0, burst / workers)
+    for seconds, part in [(0.0, 1.0), *steps]:
+        throttle.now += seconds
+        throttle.limit(per_second, burst, workers=workers)
+        tasks = throttle.allowed()
+        assert tasks is not None
+        assert 0 <= tasks <= max_tasks
+        throttle.take("orders", int(tasks * part))
+        total += int(tasks * part)
+    assert total <= max_tasks + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
+
+
+def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Timed) -> None:
+    """Tasks that other workers sent use none of the rate, but never raise the tokens above the burst."""
+    throttle.limit(1, 10)
+    for tasks, allowed in ((10, 0), (-4, 4), (-400, 10), (-400, 10), (10, 0), (-10, 10), (13, 0)):
+        throttle.take("orders", tasks)
+        assert throttle.allowed() == allowed
+    throttle.now += 3.5
+    assert throttle.allowed() == 0
+    throttle.now += 1
+    assert throttle.allowed() == 1
+
+
+AWAY = Failed("unavailable", "away")
+MISSING = Failed("not_found", "missing")
+
+
+class Watch(CircuitBreakers):
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+        super().__init__(Random(3), lambda: self.seconds)
+
+    def ended(self, batch: Claim, **outcomes: Answer) -> None:
+        self.observe(Delivered(batch, answers=outcomes))
+
+    def fail(self, outcome: Failed, *ids: str) -> None:
+        self.ended(claim_of("orders", *ids), **dict.fromkeys(ids, outcome))
+
+    def probe(self, outcome: Answer) -> None:
+        self.seconds += self.seconds_to_probe() or 0
+        batch = self.next("probe")
+        assert batch.probe
+        self.ended(batch, probe=outcome)
+
+    def next(self, *ids: str) -> Claim:
+        return self.begin_batch(claim_of("orders", *ids))
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.mark.parametrize(("failure", "max_delay"), [(AWAY, OUTAGE_PROBE.most), (MISSING, TOPIC_PROBE.most)])
+def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
+    watch: Watch, failure: Failed, max_delay: float
+) -> None:
+    """Up to ten seconds in an outage, up to five minutes where an operator must act. The last failure decides."""
+    watch.fail(failure, "a", "b")
+    nominal = 1.0
+    for _ in range(12):
+        assert watch.suspended() == {"orders"}
+        wait = watch.seconds_to_probe()
+        assert wait is not None
+        assert 0.85 * nominal <= wait <= nominal
+        watch.seconds += wait
+        assert (watch.suspended(), watch.seconds_to_probe()) == (frozenset(), None)
+        watch.probe(failure)
+        nominal = min(nominal * 2, max_delay)
+    assert nominal == max_delay
+    watch.probe(AWAY)
+    assert (watch.seconds_to_probe() or 0) <= OUTAGE_PROBE.most
+
+
+def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
+    """It opens, a probe fails, it closes. Failures of other batches and successes while closed change nothing."""
+    opened = watch.observe(Delivered(claim_of("orders", "a"), answers={"a": MISSING}))
+    assert opened == CircuitChange("orders", MISSING, 0.0)
+    assert watch.observe(Delivered(claim_of("orders", "b"), answers={"b": AWAY})) is None
+    watch.seconds += 1.5
+    failed = watch.observe(Delivered(watch.next("c"), answers={"c": AWAY}))
+    assert failed == CircuitChange("orders", AWAY, 1.5)
+    watch.seconds += 2
+    closed = watch.observe(Delivered(watch.next("d"), answers={"d": Published("1")}))
+    assert closed == CircuitChange("orders", None, 3.5)
+    assert watch.observe(Delivered(watch.next("e"), answers={"e": Published("2")})) is None
+
+
+def test_a_circuit_has_one_probe_in_flight(watch: Watch) -> None:
+    """The worker need not poll then. If a probe says nothing, because its task was poison or sent, another follows."""
+    watch.fail(AWAY, "a")
+    for outcome in (Skipped("sent"), Failed("undecodable", "no message")):
+        watch.seconds += 1
+        batch = watch.next("probe")
+        assert (watch.suspended(), watch.seconds_to_probe()) == ({"orders"}, None)
+        watch.ended(batch, probe=outcome)
+        assert watch.suspended() == frozenset()
+
+
+def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:
+    """An outage of a large topic does not grow the worker. A topic without tasks to probe is forgotten with them."""
+    ids = [str(n) for n in range(availability.MAX_SUSPECTS + 10)]
+    watch.fail(AWAY, *ids)
+    watch.probe(Published("1"))
+    assert watch.next(*ids).suspects == set(ids[10:])
+    watch.fail(AWAY, "a")
+    watch.seconds += FORGET_TOPIC_SECONDS + 2
+    watch.forget_old()
+    assert watch.next("new") == claim_of("orders", "new")

@@ -1,0 +1,362 @@
+"""What pages show: readings that tabs share, the sentence at the top, charts, and what a large page weighs."""
+
+import dataclasses
+import json
+import re
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from unittest import mock
+
+import markupsafe
+import pytest
+from starlette.datastructures import QueryParams
+
+from outbox.admin.backlog import Backlog, Line
+from outbox.admin.history import MINUTES, History, Seen
+from outbox.admin.operations import Operation
+from outbox.admin.problems import SHOWN, Problem, find
+from outbox.admin.tasks import BlockedHead
+from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
+from outbox.base.values import counted
+from outbox.console import charts
+from outbox.console.application import routes
+from outbox.console.charts import Chart, Frame, by_topic, of_topic, spark, titled
+from outbox.console.readings import FRESH_SECONDS, Reading, Shared, Status
+from outbox.console.visits import _ENVIRONMENT, Visit
+from outbox.errors import NotReached
+from outbox.table.controls import TopicControls
+from outbox.table.layouts import Layout
+from tests.support.console import bare_console
+from tests.support.waiting import eventually
+
+NOON = datetime(2026, 11, 26, 12, tzinfo=UTC)
+HOUR = 3_600
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reads_in_an_hour(tabs: int) -> int:
+    """Let tabs ask for the same value every five seconds, each at its own time."""
+    clock, reads = Clock(), list[float]()
+    shared = Shared(lambda _last: reads.append(clock.now), clock)
+    asking = sorted(n * FRESH_SECONDS + tab * FRESH_SECONDS / tabs for tab in range(tabs) for n in range(HOUR // 5))
+    for clock.now in asking:
+        shared.get()
+    return len(reads)
+
+
+def test_a_hundred_tabs_read_as_often_as_one() -> None:
+    assert reads_in_an_hour(1) == HOUR / FRESH_SECONDS
+    assert reads_in_an_hour(100) <= reads_in_an_hour(1)
+
+
+def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_again() -> None:
+    clock, answers = Clock(), list[Any](["first", NotReached("no route"), "second"])
+
+    def read(_last: str | None) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    shared, found = Shared(read, clock), list[Reading]()
+    for clock.now in (0, 6, 7, 12):
+        found.append(shared.get())
+    assert found == [
+        Reading("first", 0), Reading("first", 6, "no route"), Reading("first", 7, "no route"), Reading("second", 0),
+    ]  # fmt: skip
+
+
+def test_while_one_thread_reads_the_others_get_the_last_value() -> None:
+    clock, may_end = Clock(), threading.Event()
+    shared = Shared(lambda _last: clock.now if clock.now == 0 else may_end.wait(10), clock)
+    shared.get()
+    clock.now = 10
+    reading = threading.Thread(target=shared.get)
+    reading.start()
+    eventually(shared._reading.locked, seconds=5)
+    assert shared.get() == Reading(0.0, 10)
+    may_end.set()
+    reading.join()
+    assert shared.get().age == 0
+
+
+def test_the_first_value_is_awaited_and_read_once() -> None:
+    clock, may_end, reads, found = Clock(), threading.Event(), list[int](), list[Any]()
+
+    def read(_last: str | None) -> str:
+        reads.append(1)
+        may_end.wait(10)
+        return "value"
+
+    shared = Shared(read, clock)
+    threads = [threading.Thread(target=lambda: found.append(shared.get().value)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert (found, len(reads)) == (["value"] * 20, 1)
+
+
+def test_the_page_after_an_action_awaits_a_read_that_began_later() -> None:
+    """Another tab may be reading what the action has changed since."""
+    clock, may_end, numbers, found = Clock(), threading.Event(), iter(range(9)), list[Any]()
+
+    def read(_last: int | None) -> int:
+        number = next(numbers)
+        return number if number != 1 or may_end.wait(10) else -1
+
+    shared = Shared(read, clock)
+    shared.get()
+    clock.now = 10
+    threads = [threading.Thread(target=shared.get)]
+    threads[0].start()
+    eventually(shared._reading.locked, seconds=5)
+    shared.forget()
+    threads.append(threading.Thread(target=lambda: found.append(shared.get().value)))
+    threads[1].start()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert found == [2]
+
+
+def status(**values: Any) -> Status:
+    usual: dict[str, Any] = {
+        "backlog": Backlog(NOON, (), ()), "history": History(NOON, {}, {}), "controls": {}, "orphans": [],
+        "errors": (), "operations": (), "blocked": (), "reshard": None, "problems": (),
+    }  # fmt: skip
+    return Status(**usual | values)
+
+
+def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
+    lines = [Line("a", 50), Line("b", 50, pending=5), Line("c", 50, dead=1), Line("d", 50, pending=9), Line("e", 50)]
+    late = Problem("late", "e", is_bad=True, text="")
+    found = status(backlog=Backlog(NOON, (), lines), problems=[late], controls={"f": TopicControls(paused=True)})
+    assert found.topics() == ["e", "c", "d", "b", "a", "f"]
+
+
+def health(reading: Reading) -> tuple[str, str]:
+    """Return the class and the text of the sentence at the top of each page."""
+    macro: Any = _ENVIRONMENT.get_template("health.html").module
+    [found] = re.findall(r'class="health (\w+)" role="status">([^<]*)<', macro.health(reading))
+    level, sentence = found
+    return level, sentence
+
+
+WORKER = Worker("w", 1.0, NOON, NOON, {})
+OLD = Line("orders", 50, pending=3, oldest=NOON - timedelta(minutes=14))
+NEW = Line("orders", 50, pending=3, oldest=NOON - timedelta(seconds=0.4))
+DEAD = Line("orders", 50, dead=2)
+MANY = Line("orders", 50, pending=9, dead=2, at_least={"pending", "dead"})
+CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
+OPEN = "orders: circuit open for 0.0s: permission_denied"
+PAUSED = Line("orders", 50, paused=True, pending=150, oldest=NOON - timedelta(hours=5))
+PAUSED_TOO = dataclasses.replace(PAUSED, topic="mails")
+PAUSE = Operation("a", "pause", NOON - timedelta(hours=5), NOON, "ann", "", None, None, None, None, None)
+BLOCKED = Line("orders", 50, blocked=90)
+FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "sentences"),
+    [
+        ({"lines": [NEW]}, "ok", ["Healthy: oldest task 0.4s, 1 live worker, no dead tasks"]),
+        ({}, "ok", ["Healthy: oldest task 0.0s, 1 live worker, no dead tasks"]),
+        ({"lines": [NEW, DEAD]}, "warn", ["2 dead tasks of orders"]),
+        ({"lines": [DEAD], "workers": [FAILING]}, "warn", [OPEN, "2 dead tasks of orders"]),
+        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", [
+            "2 shards without a live worker: no task there is published", OPEN]),
+        ({"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad", [
+            "1 shard without a live worker: no task there is published", OPEN,
+            "orders is late: its oldest task has waited 14m", "2 dead tasks of orders"]),
+        ({"lines": [OLD, PAUSED_TOO]}, "bad", [
+            "orders is late: its oldest task has waited 14m", "mails is paused: 150 pending tasks"]),
+        ({"lines": [OLD], "workers": ()}, "bad", [
+            "No live worker, so no task is published. Pending: 3 tasks",
+            "orders is late: its oldest task has waited 14m"]),
+        ({"lines": [MANY]}, "warn", ["at least 2 dead tasks of orders"]),
+        ({"lines": [PAUSED]}, "warn", ["orders is paused: 150 pending tasks"]),
+        ({"lines": [PAUSED], "paused_by": {"orders": PAUSE}}, "warn", [
+            "orders is paused since 2026-11-26 07:00, by ann: 150 pending tasks"]),
+        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", [
+            "90 blocked tasks behind the heads of ordering keys, most behind a"]),
+        ({"controls": {"orders": TopicControls(publish_to="no/topic")}}, "bad", [
+            "orders: its route to 'no/topic' is invalid, so its tasks are not published"]),
+        ({"controls": {"orders": TopicControls(publish_to="orders-v2")}, "workers": [FAILING]}, "warn", [
+            OPEN.replace("orders", "orders (routed to orders-v2)")]),
+    ],
+)  # fmt: skip
+def test_the_worst_problems_come_first_and_causes_before_effects(
+    given: dict[str, Any], level: str, sentences: list[str]
+) -> None:
+    """The first one is on every page, and decides its color."""
+    backlog = Backlog(NOON, given.pop("workers", (WORKER,)), given.pop("lines", ()))
+    usual: dict[str, Any] = {"orphans": [], "controls": {}, "paused_by": {}, "blocked": ()}
+    problems = find(backlog, **usual | given)
+    assert not problems or [each.text for each in problems] == sentences
+    more = f". And {counted(len(sentences) - 1, 'more problem')}" if sentences[1:] else ""
+    found = health(Reading(status(backlog=backlog, problems=problems), 1.0))
+    assert found == (level, markupsafe.escape(sentences[0] + more))
+
+
+def test_a_worker_that_has_just_started_or_left_leaves_no_shard_without_a_worker() -> None:
+    """The first heartbeat has no shards, and those of the others say later what they have taken over."""
+    former = json.dumps({"shards": [[0, 0]], "version": "1"})
+    rows = {NOON: [("left", 1_000, 14, None, NOON - timedelta(hours=1), NOON, former)]}
+    table = mock.Mock(layout=Layout(2))
+    table.query.side_effect = lambda *_args, at=None, **_more: rows.get(at, []) if at else []
+    info = {"shards": [], "version": "1"}
+    young, old = (Worker("w", 1.0, NOON - age, NOON, info) for age in (timedelta(seconds=50), timedelta(seconds=70)))
+    assert shards_without_worker(table, [young], NOON) is None
+    assert shards_without_worker(table, [old], NOON) == [0, 1]
+    assert shards_without_worker(table, [old], NOON + TAKE_OVER) == [1]
+
+
+def test_the_sentence_says_how_old_the_figures_are() -> None:
+    never: Reading = Reading(None, float("inf"), "no route.")
+    assert health(never) == ("bad", "Spanner did not answer. no route.")
+    stale = Reading(status(), 65.0, "no route.")
+    assert health(stale) == ("bad", "Spanner did not answer. The figures are 1m 5s old. no route.")
+
+
+NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
+
+
+def ago(minutes: float) -> datetime:
+    return NOW - timedelta(minutes=minutes)
+
+
+def history(*workers: Worker, gone: dict[str, datetime] | None = None) -> History:
+    return History(NOW, {each.id: Seen(each, (gone or {}).get(each.id)) for each in workers}, {})
+
+
+def worker(id: str = "a", started: float = 300, version: str = "1", **found: Any) -> Worker:
+    minute = int(NOW.timestamp() // 60)
+    return Worker(id, 1.0, ago(started), NOW, {"version": version, "history": {"minute": minute, **found}})
+
+
+def chart(*values: float | None, kind: str = "line", **more: Any) -> Chart:
+    """Return a chart whose range ends with these values."""
+    given = [*[None] * (MINUTES - len(values)), *values]
+    return Chart(Frame(history(), (), "15m"), kind, "Title", {"a": given}, **more)
+
+
+@pytest.mark.parametrize(
+    ("most", "is_duration", "texts"),
+    [
+        (0, False, ["0", "1"]), (3, False, ["0", "1", "2", "3"]), (7, False, ["0", "2", "4", "6", "8"]),
+        (2_700, False, ["0", "1,000", "2,000", "3,000"]), (0.3, True, ["0s", "100ms", "200ms", "300ms"]),
+        (50, True, ["0s", "15s", "30s", "45s", "1m"]), (1_500, True, ["0s", "10m", "20m", "30m"]),
+        (4 * 86_400, True, ["0s", "1d", "2d", "3d", "4d"]),
+    ],
+)  # fmt: skip
+def test_ticks_are_round_and_reach_the_largest_value(most: float, *, is_duration: bool, texts: list[str]) -> None:
+    found = chart(most, is_duration=is_duration).ticks()
+    assert [text for _, text in found] == texts
+    assert (found[0][0], found[-1][0]) == (100, 0)
+
+
+def test_gaps_are_gaps_and_a_single_value_is_visible() -> None:
+    line = chart(0, 10, None, 5)
+    assert line.paths() == [(0, "M115 100L125 0h0M145 50h0")]
+    assert line.last("a") == "5"
+    assert chart(None).last("a") == "\N{EN DASH}"
+    assert chart(10, None, kind="area").paths() == [(0, "M135 100L135 0h4V100z")]
+    assert chart(10, 0, kind="bars").paths() == [(0, "M131 100V0h8V100z")]
+    assert spark([None] * MINUTES) == ""
+
+
+def test_stacked_series_add_up_and_the_lowest_is_drawn_last() -> None:
+    given = {"low": [None] * 59 + [2], "high": [None] * 58 + [1, 2]}
+    found = Chart(Frame(history(), (), "15m"), "bars", "Title", given)
+    assert found.ticks()[-1][1] == "4"
+    assert found.paths() == [(1, "M131 100V75h8V100zM141 100V0h8V100z"), (0, "M141 100V50h8V100z")]
+    assert found.rows()[:2] == [(ago(0.5), ["2", "2"]), (ago(1.5), ["\N{EN DASH}", "1"])]
+
+
+def operation(minutes: float, name: str = "pause", selection: Any = None, tasks: int | None = None) -> Operation:
+    text = json.dumps(selection or {"topics": {"orders": {}}})
+    return Operation("id", name, ago(minutes), None, "ann", text, tasks, None, None, None, None)
+
+
+def test_operations_and_deployments_are_marks_and_near_ones_are_one() -> None:
+    """A view changes nothing. A worker that stopped as it was told to is no mark."""
+    deployed = [worker(id, started=20, version="2") for id in "bcd"]
+    died, told = worker("died"), worker("told")
+    seen = history(*deployed, died, gone={"died": ago(5)})
+    seen = History(NOW, {**seen.workers, "told": Seen(told, ago(4), said_goodbye=True)}, {})
+    found = Frame(seen, [operation(30), operation(29.5, "retry", {"topic": "mails"}, 7), operation(9, "view")], "1h")
+    assert [(x, [event.text for event in events]) for x, events in found.marks] == [
+        (49.2, ["pause orders", "retry 7 tasks of mails"]),
+        (65.8, ["3 workers started, version 2"]),
+        (90.8, ["worker died died"]),
+    ]
+    assert [events[0].is_bad for _, events in found.marks] == [False, False, True]
+    assert Frame(seen, [operation(70)], "15m").marks == [
+        (63.3, [charts.Event(ago(5), "worker died died", is_bad=True)])
+    ]
+
+
+@pytest.mark.parametrize("selection", [3, [], "x", {"topics": 3}, {"topic": [1]}])
+def test_a_selection_that_no_command_writes_has_a_title(selection: Any) -> None:
+    assert titled(operation(0, "retry", selection, 5)).startswith("retry 5 tasks")
+
+
+def test_the_ticks_of_a_range_are_round_times() -> None:
+    found = {range: [f"{time:%H:%M}" for _, time in Frame(history(), (), range).ticks()] for range in charts.RANGES}
+    assert found == {"1h": ["11:15", "11:30", "11:45", "12:00"], "15m": ["11:55", "12:00", "12:05"]}
+
+
+def test_the_largest_topics_have_a_series_each_and_the_others_share_one() -> None:
+    topics = {f"t{n}": {"pending": [n], "unsent": [n]} for n in range(8)}
+    found = by_topic(history(worker(all={"pending": [28], "unsent": [28]}, topics=topics)))
+    assert {name: values[-1] for name, values in found.items()} == {
+        "t7": 7, "t6": 6, "t5": 5, "t4": 4, "t3": 3, "others": 3,
+    }  # fmt: skip
+    assert list(by_topic(history())) == ["others"]
+
+
+def test_a_topic_has_its_failures_by_reason() -> None:
+    rings = worker(all={"published": [5, 5]}, topics={"orders": {"published": [4, 0], ":not_found": [9, 0]}})
+    shared = Frame(history(rings), (), "1h")
+    found = {each.title: each for each in of_topic(shared, "orders")}
+    assert found["Failed attempts by reason"].last("not_found") == "9"
+    assert found["Registered and published per minute"].last("published") == "4"
+    assert len(of_topic(shared, None)) == 4
+    assert not re.search("nan|inf|e[+-]", "".join(path for each in found.values() for _, path in each.paths()))
+
+
+def test_pages_with_200_topics_and_40_workers_are_light() -> None:
+    """As sent without compression: at most 60 kB, also with all problems that are shown."""
+    values = [n * 37 % 900 for n in range(MINUTES)]
+    names = ("published", "p50", "p95", "pending", "unsent", "oldest", ":not_found", ":unavailable", "busy")
+    ring = dict.fromkeys(names, values)
+    topics_of = [{f"topic-{n + 40 * m:03}": ring for m in range(5)} for n in range(40)]
+    workers = [worker(f"publishworker-{n:040}", all=ring, topics=topics_of[n]) for n in range(40)]
+    lines = [Line(f"topic-{n:03}", 50, pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
+    backlog = Backlog(NOW, workers, lines)
+    status = Status(
+        backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),
+        operations=[operation(n) for n in range(30)], reshard=None,
+        problems=[Problem("late", each.topic, is_bad=True, text=f"{each.topic} is late") for each in lines[:SHOWN]],
+    )  # fmt: skip
+    console = bare_console(status=Shared(lambda _last: status))
+    handlers = {route.path: route.handler for route in routes() if route.method == "GET"}
+    topics = [("/", f"topics={page}") for page in range(1, 5)]
+    others = (("/", ""), ("/", "range=15m"), ("/topic", "name=topic-001"), ("/workers", ""), ("/operations", ""))
+    listed: list[bytes] = []
+    for path, query in (*topics, *others):
+        visit = Visit(console=console, person="ann", roles=frozenset(), path=path, query=QueryParams(query))
+        page = bytes(handlers[path](visit).body)
+        assert 5_000 < len(page) < 60_000, (path, query)
+        listed += re.findall(b'row"><a href="/topic.name=([^"]+)', page) if "topics=" in query else []
+    assert sorted(listed) == [each.topic.encode() for each in lines]
