@@ -333,18 +333,6 @@ def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> 
     assert columns(harness, "untried") == UNTOUCHED
 
 
-def test_a_failed_task_is_a_candidate_once_its_retry_is_due(harness: Harness) -> None:
-    """It is a candidate of the due range only. A dead task never is one, and keeps its error."""
-    times = {"now": PAST, "later": FUTURE, "dead": NEVER}
-    for id in (*times, "alive"):
-        harness.insert(id, expires_at=FUTURE)
-    marks = {id: NotSent(10, at, FUTURE, "expired: long ago") for id, at in times.items()}
-    harness.store.claim([*marks], lambda _rows, _now: marks)
-    assert poll_ids(harness.store, "orders") == ["alive"]
-    assert sorted(poll_ids(harness.store, "orders", due=True, below_priority=1000)) == ["alive", "now"]
-    assert columns(harness, "dead") == (None, NEVER, FUTURE, "expired: long ago", 10, None)
-
-
 @pytest.mark.parametrize("count", [2**63 - 1, 2**63 - 2, 0, -(2**63)])
 def test_a_count_at_its_end_does_not_overflow(harness: Harness, count: int) -> None:
     """TimesSent may have any value. Each mark and each undone mark changes it, also of a clean row."""
@@ -372,11 +360,6 @@ def test_a_failure_removes_the_mark(harness: Harness) -> None:
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
 KEY = TopicKey("orders", "k")
 DEFERRED = {"blocked_by": "x"}
-
-
-def insert_in_order(harness: Harness, tasks: Mapping[str, Mapping[str, Any]]) -> None:
-    for sequence, (id, columns) in enumerate(tasks.items()):
-        harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
 
 
 def head_ids(harness: Harness, per_key: int = 10, *, skip_dead: bool = False) -> list[str]:
@@ -447,7 +430,8 @@ def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
         "dead-in-time": ({"available_at": NEVER, "expires_at": FUTURE, "attempts": 1}, (False, False, False)),
         "in-time": ({"expires_at": FUTURE}, (True, False, False)),
     }
-    insert_in_order(harness, {id: columns for id, (columns, _) in tasks.items()})
+    for sequence, (id, (columns, _)) in enumerate(tasks.items()):
+        harness.insert(id, ordering_key="k", created_at=FIRST, sequence=sequence, **columns)
     waiting = harness.store.key_heads(harness.with_shards(KEY), 20, skip_dead=False)[KEY]
     assert {each.id: (each.sendable, each.deferred, each.expired_before_due) for each in waiting} == {
         id: shown for id, (_, shown) in tasks.items()
@@ -466,6 +450,4 @@ def test_a_deferred_task_is_due_later_and_names_its_head(harness: Harness) -> No
     assert poll_ids(harness.store, "orders", due=True) == []
     names = ("available_at", "expires_at", "attempts", "blocked_by", "last_error", "due_at")
     assert [harness.column("a", name) for name in names] == [FUTURE, FUTURE, 2, "head", None, PAST]
-    rows: list[LockedRow] = []
-    harness.store.claim(["a", "head"], lambda found, _now: (rows.extend(found), {})[1])
-    assert {row.id: row.deferred for row in rows} == {"a": True, "head": False}
+    assert {id: row.deferred for id, row in locked(harness, "a", "head").items()} == {"a": True, "head": False}

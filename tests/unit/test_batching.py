@@ -76,11 +76,6 @@ def test_batches_keep_every_limit(found: list[Candidate], size: int, max_bytes: 
     assert choose_batches(found, Limits(size, max_bytes, places), Random(seed)) == batches
 
 
-@given(candidates, randoms)
-def test_all_candidates_are_selected_when_they_fit(found: list[Candidate], random: Random) -> None:
-    assert sorted(ids(choose_batches(found, Limits(1, BYTES, 1000), random))) == sorted(each.id for each in found)
-
-
 def test_within_a_slice_the_oldest_task_of_a_priority_is_first() -> None:
     found = [candidate("young", age=1), candidate("old", age=9), candidate("urgent", priority=99)]
     assert ids(choose_batches(found, Limits(3, 1000, 1), Random(1))) == ["urgent", "old", "young"]

@@ -169,10 +169,7 @@ def test_a_selection_uses_the_databases_time():
         ("emulators --topic goog1", "--topic: 'goog1' is not allowed. It must be an ID that Pub/Sub allows"),
         ("emulators --topic orders", "--empty and --worker need --create PROJECT/INSTANCE"),
         ("emulators --create p/main/shop --subscription abc --topic abc", "a --topic before it"),
-        (
-            "emulators --create p/main/shop --ddl-file /gone",
-            "--ddl-file: '/gone' cannot be read: No such file",
-        ),
+        ("emulators --create p/main/shop --ddl-file /gone", "--ddl-file: '/gone' cannot be read: No such file"),
         ("schema print --shards 0", "--shards: '0' is not allowed. It must be a whole number from 1 to"),
         ("schema apply --retention 0", "--retention: '0' is not allowed. It must be none, or days"),
         ("show ''", "1 to 64 characters"),
@@ -182,10 +179,7 @@ def test_a_selection_uses_the_databases_time():
         ("purge --state sent", "--until is missing. Without it, all sent tasks would be deleted"),
         ("purge --until 30", "90s, 15m, 2h or 7d"),
         ("status --max-age -1h", "outbox: --max-age: '-1h' is not allowed. It must be seconds, or a duration"),
-        (
-            "topics set orders --backoff-max -1s",
-            "outbox: --backoff-max: '-1s' is not allowed. It must be seconds, or a",
-        ),
+        ("topics set orders --backoff-max -1s", "--backoff-max: '-1s' is not allowed. It must be seconds, or a"),
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
@@ -215,42 +209,30 @@ def test_an_empty_file_of_ids_changes_nothing():
     assert done.stderr == "outbox: /dev/null contains no task IDs. Nothing was changed\n"
 
 
+MAINS = {"outbox": cli.main, "publishworker": publishworker.main, "outbox-pipeline": pipeline.main}
+
+
 @pytest.mark.parametrize(
-    ("main", "words", "error"),
+    ("line", "error"),
     [
-        (
-            publishworker.main,
-            "rnu",
-            "publishworker: unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists",
-        ),
-        (
-            publishworker.main,
-            "run --poll-intervall 2",
-            "publishworker: unknown flag '--poll-intervall'. Did you mean '--poll-interval'? `publishworker run ",
-        ),
-        (
-            publishworker.main,
-            "run --poll-int=2",
-            "publishworker: unknown flag '--poll-int'. Did you mean '--poll-interval'?",
-        ),
-        (publishworker.main, "drain now", "publishworker: unexpected argument 'now'. See `publishworker drain --help`"),
-        (cli.main, "status --projct x", "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox s"),
-        (
-            cli.main,
-            "--projct x status",
-            "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox --help`",
-        ),
-        (cli.main, "retry --zzz", "outbox: unknown flag '--zzz'. `outbox retry --help` lists the flags"),
-        (pipeline.main, "archvie", "outbox-pipeline: unknown job 'archvie'. Did you mean 'archive'?"),
+        ("publishworker rnu", "unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists"),
+        ("publishworker run --poll-intervall 2", "unknown flag '--poll-intervall'. Did you mean '--poll-interval'? "),
+        ("publishworker run --poll-int=2", "unknown flag '--poll-int'. Did you mean '--poll-interval'?"),
+        ("publishworker drain now", "unexpected argument 'now'. See `publishworker drain --help`"),
+        ("outbox status --projct x", "unknown flag '--projct'. Did you mean '--project'? `outbox s"),
+        ("outbox --projct x status", "unknown flag '--projct'. Did you mean '--project'? `outbox --help`"),
+        ("outbox retry --zzz", "unknown flag '--zzz'. `outbox retry --help` lists the flags"),
+        ("outbox-pipeline archvie", "unknown job 'archvie'. Did you mean 'archive'?"),
     ],
 )
 def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(
-    main: Any, words: str, error: str, capsys: pytest.CaptureFixture[str]
+    line: str, error: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(words.split()) == 2
+    program, *words = line.split()
+    assert MAINS[program](words) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(error)
+    assert err.startswith(f"{program}: {error}")
 
 
 def test_the_health_check_accepts_no_abbreviation(capsys: pytest.CaptureFixture[str]):
@@ -259,12 +241,7 @@ def test_the_health_check_accepts_no_abbreviation(capsys: pytest.CaptureFixture[
     assert "unrecognized arguments: --max" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "title"),
-    [
-        ("", "usage: outbox "), ("schema", "usage: outbox schema "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "title"), [("", "usage: outbox "), ("schema", "usage: outbox schema ")])
 def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(words.split()) == 0
     captured = capsys.readouterr()
@@ -306,18 +283,14 @@ def test_a_shell_reads_the_completion_script(shell: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("main", "words", "package", "extra"),
-    [
-        (cli.main, ["completion", "bash"], "shtab", "operators"),
-        (cli.main, ["console", *PLACE], "uvicorn", "console"),
-    ],
+    ("words", "package", "extra"),
+    [(["completion", "bash"], "shtab", "operators"), (["console", *PLACE], "uvicorn", "console")],
 )
-def test_a_command_without_its_extra_says_what_to_install(  # noqa: PLR0917 - parameters and fixtures
-    main: Any, words: list[str], package: str, extra: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+def test_a_command_without_its_extra_says_what_to_install(
+    words: list[str], package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert main(words) == 1
+    assert cli.main(words) == 1
     assert capsys.readouterr().err.endswith(
         f"needs {package}. Install it: pip install 'spanner-outbox[{extra}]' "
         f"(before the first release: '/path/to/the/clone[{extra}]')\n"

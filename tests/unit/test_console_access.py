@@ -111,20 +111,16 @@ def test_a_page_of_another_site_can_only_lead_to_a_page(
         assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:9", "[::1]:8080", "[0:0:0:0:0:0:0:1]"])
-def test_the_console_answers_to_its_hosts(host: str) -> None:
-    recorded, _ = recording([SHOW])
-    assert client(recorded).get("/show", headers={"Host": host}).status_code == 200
+OURS = ("localhost", "LOCALHOST:8080", "127.0.0.1:9", "[::1]:8080", "[0:0:0:0:0:0:0:1]")
+FOREIGN = ("evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "", "a@localhost")
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "", "a@localhost"]
-)
-def test_the_console_answers_to_no_other_host(host: str) -> None:
+@pytest.mark.parametrize(("host", "status"), [*((host, 200) for host in OURS), *((host, 403) for host in FOREIGN)])
+def test_the_console_answers_to_its_hosts_only(host: str, status: int) -> None:
     recorded, visits = recording([SHOW])
-    for path in ("/show", STYLE, "/none"):
-        assert client(recorded).get(path, headers={"Host": host}).status_code == 403
-    assert not visits
+    for path in ("/show", STYLE):
+        assert client(recorded).get(path, headers={"Host": host}).status_code == status
+    assert len(visits) == (status == 200)
     # The health check of a balancer sends the address of the pod.
     assert client(recorded, prefix="/outbox").get("/outbox/healthz", headers={"Host": host}).text == "ok\n"
 
@@ -237,10 +233,6 @@ def test_the_console_can_be_mounted_in_another_application() -> None:
     answer = TestClient(mounted, base_url=ORIGIN).get("/ops/show?q=1")
     assert (answer.status_code, visits[0].path, visits[0].prefix) == (200, "/show", "/ops")
     assert TestClient(mounted, base_url=ORIGIN).get("/ops/none").status_code == 404
-
-
-def test_a_mounted_console_closes_a_web_socket() -> None:
-    mounted = Starlette(routes=[Mount("/ops", client([]).app)])
     with pytest.raises(WebSocketDisconnect), TestClient(mounted, base_url=ORIGIN).websocket_connect("/ops/"):
         pytest.fail("opened")
 

@@ -96,15 +96,6 @@ def test_generated_pages_match_the_code() -> None:
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
 
 
-def test_the_index_for_machines_has_every_page_of_the_site() -> None:
-    text = (ROOT / "docs/llms.txt").read_text(encoding="utf-8")
-    linked = {
-        page.rpartition("/main/docs/")[2] for _, page in re.findall(r"^- \[([^]]+)\]\((\S+)\)", text, re.MULTILINE)
-    }
-    pages = {page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")}
-    assert linked == {str(page) for page in pages if page.parts[0] not in site().NOT_SHOWN}
-
-
 def test_the_python_page_has_every_public_name() -> None:
     """`__version__` needs no explanation."""
     for module in (outbox, outbox.testing):
@@ -163,11 +154,15 @@ def test_named_tests_exist(page: Path) -> None:
         assert not test or test in defined(ROOT / file), f"{file}::{test}"
 
 
-def test_every_page_of_docs_is_in_the_index() -> None:
+def test_every_page_is_in_the_index_the_navigation_and_the_list_for_machines() -> None:
     docs = ROOT / "docs"
+    pages = {page.relative_to(docs) for page in PAGES if page.is_relative_to(docs)}
+    shown = sorted(str(page) for page in pages if page.parts[0] not in site().NOT_SHOWN)
+    navigation = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    for_machines = re.findall(r"^- \[[^]]+\]\(\S+/main/docs/(\S+)\)", (docs / "llms.txt").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(for_machines) == shown
     linked = {(docs / target.partition("#")[0]).resolve() for _, target in links(docs / "README.md")}
-    pages = {page for page in docs.rglob("*.md") if "examples" not in page.parts and page.name != "README.md"}
-    assert pages <= linked
+    assert {docs / page for page in pages if "examples" not in page.parts and page.name != "README.md"} <= linked
 
 
 @each_page
@@ -215,22 +210,13 @@ def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
         assert "::test_" in shown or "Not yet" in shown or "real service" in shown, id
 
 
-def test_each_page_is_in_the_navigation_of_the_site() -> None:
-    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
-    assert sorted(listed) == sorted(str(page) for page in pages if page.parts[0] not in site().NOT_SHOWN)
-
-
-def test_links_to_files_that_the_site_does_not_have_lead_to_the_repository() -> None:
+def test_the_site_leads_to_files_in_the_repository_and_breaks_no_name() -> None:
     text = "[a](register.md#x) [b](../../outbox/cli/) [c](../examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     assert site().on_site(text, ROOT / "docs/guide", "https://r") == (
         "[a](register.md#x) [b](https://r/tree/main/outbox/cli) "
         "[c](https://r/blob/main/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     )
-
-
-def test_the_site_does_not_break_names() -> None:
-    """A block of code and a command stay as they are."""
+    # A name is not broken into lines. A block of code and a command stay as they are.
     text = "`--batch-size`, `a b`,`c d`\n```sh\n`x`\n```\n"
     assert site().on_site(text, ROOT / "docs", "") == text.replace("size`", "size`{.name}")
 

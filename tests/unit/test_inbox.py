@@ -144,6 +144,9 @@ def test_wrong_arguments() -> None:
             inbox.process_once(transaction, of, consumer="billing", **options)
     with pytest.raises(TypeError, match="message is bytes"):
         receiver(Database()).process(b"data")  # type: ignore[arg-type]  # the wrong type
+    for choice in ({"key": "id"}, {"missing_task_id": "rasie"}):
+        with pytest.raises(ValueError, match=r"is '(id|rasie)'. It must be '"):
+            inbox.Handler(mock.Mock(), consumer="billing", **choice)
 
 
 async def coroutine(_transaction: Any, _message: Any = None) -> None:
@@ -282,12 +285,6 @@ def test_each_message_is_acknowledged_and_counted_once(set_metrics: Any) -> None
         assert {call.args[2][0] for call in counter.increment.mock_calls} == {"consumer:billing"}
         begun = "missing_task_id" not in expected
         assert database.options == ({"transaction_tag": "charge"} if begun else {})
-
-
-@pytest.mark.parametrize("options", [{"key": "id"}, {"missing_task_id": "rasie"}])
-def test_a_misspelled_choice_is_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match=r"is '(id|rasie)'. It must be '"):
-        inbox.Handler(mock.Mock(), consumer="billing", **options)
 
 
 def test_messages_without_a_task_id_can_end_the_pull() -> None:

@@ -82,14 +82,14 @@ def test_a_failure_has_a_reason_and_advice(
     publisher: PubSubPublisher, server: PubSubServer, code: grpc.StatusCode
 ) -> None:
     """The reason is a metric's tag, the sentence is for an operator. No status is retried or raised here."""
-    for details in ("refused", ""):
+    for details in ("refused", "", "no Getting metadata from plugin failed"):
         server.publish = refuse(code, details)
         outcomes = publisher.publish("orders", rows("ab"), 5, ["b"])
         assert reasons(outcomes) == dict.fromkeys("ab", code.name.lower())
         errors = [outcome.error for outcome in outcomes.values() if isinstance(outcome, Failed)]
         assert all(each.startswith(f"{TOPIC}: ") for each in errors)
         assert all(ADVICE.get(code.name, details or "no details") in each for each in errors)
-    assert len(server.requests) == 4
+    assert len(server.requests) == 6
     server.publish = accept
     assert sent(publisher.publish("orders", rows("a"), 5)) == {"a"}
 
@@ -313,7 +313,7 @@ def test_a_refused_message_is_named_and_the_others_go_on(publisher: PubSubPublis
         "bad": "invalid_argument",
         "large": "too_large",
     }
-    assert refused["bad"] == f"invalid_argument: {TOPIC}: no schema"
+    assert refused["bad"] == f"invalid_argument: {REPLAY}: no schema"
     arrived = [id for id in dict.fromkeys(received(server)) if id != "bad"]
     assert (arrived if key else sorted(arrived)) == ["a", "b", "c"]
 

@@ -177,15 +177,6 @@ def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str, na
         registered(topic, bytes(largest + 1), task_id="x")
 
 
-def test_calls_are_counted_through_the_applications_recorder(set_metrics: Callable[[Any], None]) -> None:
-    recorder = mock.Mock()
-    set_metrics(recorder)
-    registered()
-    with pytest.raises(outbox.InvalidMessage):
-        registered("x")
-    recorder.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
-
-
 def test_a_broken_recorder_never_fails_the_caller(
     set_metrics: Callable[[Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,8 +232,10 @@ def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
 
 
 @pytest.mark.parametrize("function", [outbox.register_once, aio.register_once])
-def test_register_once_has_the_arguments_of_register(function: Callable[..., Any]) -> None:
+def test_a_task_and_register_once_have_the_arguments_of_register(function: Callable[..., Any]) -> None:
     """Also those in `Options`, whose defaults are the same."""
+    arguments = list(inspect.signature(outbox.register).parameters.values())[1:]
+    assert list(inspect.signature(outbox.Task).parameters.values()) == arguments
     ours, of_register = (list(inspect.signature(each).parameters) for each in (function, outbox.register))
     assert [*ours[:-1], *registration.Options.__annotations__] == [
         *of_register[:4], "task_id", *(name for name in of_register[4:] if name != "task_id"),
@@ -321,11 +314,6 @@ def test_ids_are_forgotten_with_their_transaction() -> None:
 WHOLE: dict[str, Any] = {
     "priority": 7, "ordering_key": "k", "available_at": NOW, "expires_at": NOW + timedelta(hours=1), "task_id": "t",
 }  # fmt: skip
-
-
-def test_a_task_has_the_arguments_of_register() -> None:
-    arguments = list(inspect.signature(outbox.register).parameters.values())[1:]
-    assert list(inspect.signature(outbox.Task).parameters.values()) == arguments
 
 
 def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:

@@ -1,4 +1,4 @@
-"""What `outbox.register` and `outbox.reader` refuse, in sentences that name the argument, its value and the allowed values."""
+"""What `outbox.register` and `outbox.reader` refuse, in sentences that name the argument, its value and the limits."""
 
 import re
 import time

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from publishworker.delivery.claim import Cancelled, Delivered, Kind
-from publishworker.delivery.delivery import Delivery, Tools
-from publishworker.delivery.marking import SharedMarking
-from publishworker.host import Host
+from publishworker.delivery.claim import Cancelled, Kind
+from publishworker.delivery.delivery import Delivery
+from publishworker.host import Threads
 from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
-from publishworker.turn.in_flight import StuckBatch, delivery_of
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed, Next, Published
-from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
-from tests.support.parts import claim_of, policy
+from publishworker.turn.in_flight import StuckBatch
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Next, Published
+from tests.support.fakes import Abort
+from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
 
@@ -245,129 +244,103 @@ def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Ca
 HOUR = timedelta(hours=1)
 
 
-class SingleBatch(FakePublisher):
-    def __init__(self) -> None:
-        super().__init__("orders")
-        self.store = FakeStore()
-        self.seconds = 100.0
-
-    def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Answer]:
-        self.seconds += 2
-        return super().publish(*arguments, **keywords)
-
-    def slow_commits(self, *errors: Exception) -> None:
-        failing = list(errors)
-
-        def commit() -> None:
-            self.seconds += 3
-            if failing:
-                raise failing.pop(0)
-
-        self.store.before_commit = commit
-
-    def insert(self, *ids: str, **columns: Any) -> None:
-        for id in ids:
-            self.store.insert(id, "orders", **{"data": serialized(), **columns})
-
-    def batch(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivery:
-        tools = Tools(
-            store=self.store, publisher=self, policy=policy(skip_dead=skip_dead),
-            marking=SharedMarking(Host()), host=Host(clock=lambda: self.seconds),
-        )  # fmt: skip
-        return delivery_of(claim_of("orders", *ids, **batch), tools)
-
-    def deliver(self, *ids: str, **batch: Any) -> Delivered:
-        return self.batch(*ids, **batch).run()
+def batch_of(bench: Bench, *ids: str, **claim: Any) -> Delivery:
+    return bench.relay._in_flight._delivery_of(claim_of("orders", *ids, **claim))
 
 
-@pytest.fixture
-def single() -> SingleBatch:
-    return SingleBatch()
-
-
-def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(single: SingleBatch) -> None:
+def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) -> None:
     """By Spanner's clock up to the lock, then by the worker's. An aborted attempt counts towards the claim."""
-    now = single.store.now
-    single.insert("ready", created_at=now - HOUR)
-    single.insert("due", created_at=now - 9 * HOUR, available_at=now - 2 * HOUR)
-    single.insert("fresh", created_at=now - timedelta(seconds=0.25))
-    single.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
+    now, aborts, publish = bench.store.now, [Abort()], bench.publisher.publish
+
+    def commit() -> None:
+        bench.seconds += 3
+        if aborts:
+            raise aborts.pop()
+
+    def slow_publish(*arguments: Any) -> Any:
+        bench.seconds += 2
+        return publish(*arguments)
+
+    bench.store.before_commit, bench.publisher.publish = commit, slow_publish
+    bench.insert("ready", created_at=now - HOUR)
+    bench.insert("due", created_at=now - 9 * HOUR, available_at=now - 2 * HOUR)
+    bench.insert("fresh", created_at=now - timedelta(seconds=0.25))
+    bench.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
     retried = {"available_at": now, "due_at": now - 3 * HOUR, "attempts": 8}
-    single.insert("retried", created_at=now - 9 * HOUR, **retried)
-    single.slow_commits(Abort())
-    result = single.deliver("ready", "due", "fresh", "early", "retried")
+    bench.insert("retried", created_at=now - 9 * HOUR, **retried)
+    result = batch_of(bench, "ready", "due", "fresh", "early", "retried").run()
     assert result.aborted == 1
     assert result.phases == {CLAIM: 3, PUBLISH: 2, COMMIT: 3}
     assert result.latencies == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0, "retried": 10802}
-    single.insert("once", created_at=single.store.now - HOUR, at_most_once=True)
-    assert single.deliver("once", kind=Kind.MARK_FIRST).latencies == {"once": 3605}
-    single.store.away = True
-    result = single.deliver("a")
+    bench.insert("once", created_at=bench.store.now - HOUR, at_most_once=True)
+    assert batch_of(bench, "once", kind=Kind.MARK_FIRST).run().latencies == {"once": 3605}
+    bench.store.away = True
+    result = batch_of(bench, "a").run()
     assert result.error is not None
     assert result.phases.keys() == {CLAIM}
 
 
 @pytest.mark.parametrize("errors", [[Abort()], [StoreError("no answer")], [Abort(), StoreError("no answer")]])
-def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(
-    single: SingleBatch, errors: list[Exception]
-) -> None:
+def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(errors: list[Exception]) -> None:
     """With its message ID, by the next run of the transaction or when it is marked again, also if the ID is reused."""
-    single.insert("gone", "again", "sent again", "stays")
-    single.insert("never sent", available_at=single.store.now + HOUR)
+    bench = Bench(threads=Threads())
+    bench.insert("gone", "again", "sent again", "stays")
+    bench.insert("never sent", available_at=bench.store.now + HOUR)
 
     def commit() -> None:
         if errors:
             for id in ("gone", "again", "sent again", "never sent"):
-                single.store.rows.pop(id, None)
-            single.insert("again", created_at=single.store.now)
-            single.insert("sent again", created_at=single.store.now, sent_at=single.store.now)
+                bench.store.rows.pop(id, None)
+            bench.insert("again", created_at=bench.store.now)
+            bench.insert("sent again", created_at=bench.store.now, sent_at=bench.store.now)
             raise errors.pop(0)
 
-    single.store.before_commit = commit
-    batch = single.batch("gone", "again", "sent again", "stays", "never sent")
+    bench.store.before_commit = commit
+    batch = batch_of(bench, "gone", "again", "sent again", "stays", "never sent")
     delivered = batch.run()
     later = [each for each in batch.mark_again() if isinstance(each, Cancelled)]
     found = [item for each in (delivered.cancelled(), *(each.message_ids for each in later)) for item in each.items()]
     messages = {id: answer.message_id for id, answer in delivered.answers.items() if isinstance(answer, Published)}
     assert sorted(found) == sorted((id, messages[id]) for id in ("gone", "again", "sent again"))
     assert set(delivered.uncommitted()) == (set(messages) if later else set())
-    assert single.store.rows["stays"].sent_at is not None
-    assert single.store.rows["again"].sent_at is None
+    assert bench.store.rows["stays"].sent_at is not None
+    assert bench.store.rows["again"].sent_at is None
 
 
 @pytest.mark.parametrize("bad", ["bad", "last"])
-def test_a_divided_batch_writes_each_part(single: SingleBatch, bad: str) -> None:
+def test_a_divided_batch_writes_each_part(bad: str) -> None:
     """A part also locks the task behind it, and writes its change. The next part keeps this change."""
-    single.failing = {"head": Failed("data_loss", "no")}
+    bench = Bench(threads=Threads())
+    bench.publisher.failing = {"head": Failed("data_loss", "no")}
     for key, ids in {"k": ("old", "older", "bad"), "l": ("head", "behind", "last")}.items():
         for id in ids:
-            single.insert(id, ordering_key=key, expires_at=single.store.now if "old" in id else None)
-    single.store.refused.add(bad)
-    batch = single.batch("old", "older", "bad", "head", "behind", "last", keys="kkklll")
+            bench.insert(id, ordering_key=key, expires_at=bench.store.now if "old" in id else None)
+    bench.store.refused.add(bad)
+    batch = batch_of(bench, "old", "older", "bad", "head", "behind", "last", keys="kkklll")
     result = batch.run()
     assert result.recorded.keys() >= {"old", "older", "head"}
     again = batch.mark_again()
     assert next(again).claim.ids == (bad,)
     assert batch.unmarked == {bad}
-    assert {id for id, row in single.store.rows.items() if row.blocked_by == "head"} == {"behind", "last"} - {bad}
+    assert {id for id, row in bench.store.rows.items() if row.blocked_by == "head"} == {"behind", "last"} - {bad}
 
 
-def test_only_recorded_failures_report_their_traces(single: SingleBatch) -> None:
-    expired = {"expires_at": single.store.now - HOUR}
+def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
+    expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):
         message = RawPubsubMessage(attributes={"googclient_traceparent": f"00-{number:032x}-{1:016x}-01"})
-        single.insert(id, data=message.SerializeToString(), at_most_once=True, **columns)
-    single.failing = {"failing": Failed("invalid_argument", "no")}
-    result = single.deliver("expired", "failing", "good", kind=Kind.MARK_FIRST)
+        bench.store.insert(id, "orders", message.SerializeToString(), at_most_once=True, **columns)
+    bench.publisher.failing = {"failing": Failed("invalid_argument", "no")}
+    result = batch_of(bench, "expired", "failing", "good", kind=Kind.MARK_FIRST).run()
     traces = {id: mark.trace_id for id, mark in result.recorded.items()}
     assert traces == {"expired": f"{1:032x}", "failing": f"{2:032x}"}
     assert result.aborted == 0  # the second transaction, which undoes a mark, is no run of the first
 
 
-def test_a_batch_leaves_the_memory_at_its_end(single: SingleBatch) -> None:
+def test_a_batch_leaves_the_memory_at_its_end(bench: Bench) -> None:
     """The garbage collector, which runs rarely, is not needed."""
-    single.insert("a")
-    batch = single.batch("a")
+    bench.insert("a")
+    batch = batch_of(bench, "a")
     batch.run()
     gc.disable()
     try:

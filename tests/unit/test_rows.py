@@ -1,4 +1,4 @@
-"""Rows as any writer inserts them: read, decoded, in one state; and sent as they are, dead with a reason, or pending."""
+"""Rows as any writer inserts them: decoded, in one state, and sent as they are, dead with a reason, or pending."""
 
 import re
 from datetime import UTC, datetime, timedelta

@@ -114,8 +114,8 @@ def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() ->
 
 def test_the_known_variables_are_those_of_all_settings() -> None:
     classes = (
-        WorkerSettings, ConsoleSettings, job_settings.RegisterSettings, job_settings.ArchiveSettings, job_settings.AuditSettings,
-        job_settings.ReplaySettings,
+        WorkerSettings, ConsoleSettings, job_settings.RegisterSettings, job_settings.ArchiveSettings,
+        job_settings.AuditSettings, job_settings.ReplaySettings,
     )  # fmt: skip
     assert {field.name.upper() for each in classes for field in fields_of(each)} == NAMES
 
