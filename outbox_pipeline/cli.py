@@ -21,7 +21,7 @@ from outbox.program.settings import Settings, unknown_variables
 from outbox.program.terminal import Escaped, as_json, cell, ended, prepare_streams, say
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings, ReplaySettings
 from outbox_pipeline.spark.session import is_submitted
-from publishworker.process.exits import DONE, FAILED, WORK_LEFT
+from publishworker.process import DONE, FAILED, WORK_LEFT
 from publishworker.process.worker_settings import RelaySettings, add_deadline
 from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 

@@ -3,7 +3,7 @@
 import threading
 from typing import Self
 
-from publishworker.process import exits
+from publishworker import process
 from publishworker.process.app import App, worker_id
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.metrics import Metrics
@@ -38,7 +38,7 @@ class HostedRelay:
         app = self._app = App(self._settings, id=worker_id(), metrics=self._metrics)
         self._stop = stop = threading.Event()
         self._thread = threading.Thread(
-            target=lambda: app.until_stopped(stop, lambda _turn: False, timeout_exit_code=exits.FAILED),
+            target=lambda: app.until_stopped(stop, lambda _turn: False, timeout_exit_code=process.FAILED),
             name="relay",
             daemon=True,
         )

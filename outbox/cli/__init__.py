@@ -13,7 +13,6 @@ from outbox.admin import flags
 from outbox.base.lazy import need
 from outbox.cli import (
     change_commands,
-    emulators_command,
     operation_commands,
     schema_commands,
     status_command,
@@ -22,6 +21,7 @@ from outbox.cli import (
     worker_commands,
 )
 from outbox.console import command as console_command
+from outbox.devtools import command as emulators_command
 from outbox.program import output
 from outbox.program.arguments import Parser
 from outbox.program.settings import one_of, unknown_variables

@@ -10,7 +10,7 @@ from outbox.base.lazy import importer
 
 if TYPE_CHECKING:
     from outbox.console.application import app
-    from outbox.console.identity import Header, Iap
+    from outbox.console.roles import Header, Iap
 
 __all__ = ["Header", "Iap", "app"]
-__getattr__ = importer(__name__, {"application": "app", "identity": "Header Iap"})
+__getattr__ = importer(__name__, {"application": "app", "roles": "Header Iap"})

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import ipaddress
 import os
 import signal
 import socket
@@ -11,7 +12,6 @@ from typing import Any
 from outbox import console
 from outbox.admin import flags
 from outbox.base.lazy import install, need
-from outbox.console.arguments import DOCS_URL, HEADER, HOSTS, NETWORKS, PATH, TEMPLATE, TEXT
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
 from outbox.program.output import note
@@ -21,6 +21,7 @@ from outbox.program.settings import (
     Settings,
     SettingType,
     host_and_port,
+    host_name,
     is_loopback,
     matching,
     setting,
@@ -48,6 +49,23 @@ def _address(text: str) -> tuple[str, int]:
     return host_and_port(host)[0], int(port)
 
 
+def _hosts(text: str) -> tuple[str, ...]:
+    return tuple(host_name(each.strip()) for each in text.split(","))
+
+
+def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    return tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip())
+
+
+# `app` accepts the same values.
+HOSTS = SettingType(_hosts, "host names, separated by commas")
+NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, separated by commas")
+HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
+TEXT = matching(r"[^\s]*", "text without spaces")
+PATH = matching("(/[A-Za-z0-9._~-]+)*", "a path such as /outbox")
+#: An address in which names in braces are replaced by values.
+TEMPLATE = matching(r"(https?://[^\s\"'<>]+)?", "an address such as https://example.com/outbox?topic={topic}")
+DOCS_URL = matching(r"(https?://[^\s\"'<>#?]+(?<!/))?", "an address such as https://example.com/docs, or nothing")
 ADDRESS = SettingType(_address, "HOST:PORT or [IPV6]:PORT; port 0 selects a free port")
 
 
@@ -136,7 +154,7 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
     need("uvicorn", "the console", "console")
     from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
 
-    identify: console.identity.Identify | None = None
+    identify: Any = None
     if settings.iap_audience:
         identify = console.Iap(settings.iap_audience)
     elif settings.identity_header:

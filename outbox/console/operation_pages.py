@@ -1,4 +1,4 @@
-"""Change selected tasks, or all that match a filter: first what would happen, then an operation.
+"""Change tasks that an address selects, by IDs or by a filter: first what would happen, then an operation.
 
 The form of the first page has the previewed number, the time of the preview, and the ID of the operation. So an
 operation changes only tasks that the person has seen, and a form that is sent twice begins one operation. The page of
@@ -9,7 +9,9 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from typing import Any
 
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from outbox import admin
@@ -18,19 +20,80 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author, Operation
 from outbox.admin.tasks import Task
 from outbox.base.times import shown
-from outbox.console import selections
-from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, Work, checked, render
-from outbox.errors import NotReached, OutboxError
-from outbox.program.settings import MOMENT, matching, resolved, whole_number
-from outbox.table.states import CHANGED
+from outbox.console.roles import Refused, Role
+from outbox.console.visits import Route, Visit, Work, checked, render
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.program.settings import MOMENT, matching, one_of, resolved, whole_number
+from outbox.table.states import CANCELLED, CHANGED, STATES
 
 COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
-
-
 #: The reasons of errors after which no retry can succeed, because they are about the message.
 HOPELESS = ("undecodable", "too_large")
+#: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
+TEXTS = {
+    "state": ("state", one_of(*STATES, CANCELLED)),
+    "topic": ("topic", flags.TOPIC),
+    "error": ("error", flags.TEXT),
+    "key": ("ordering_key", flags.KEY),
+    "prefix": ("id_prefix", flags.ID),
+    "by": ("operation", flags.ID),
+}
+TIMES = ("since", "until")
+#: A time as people type it, which is in UTC as all times of the console.
+_TYPED = re.compile(r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?))?( ?UTC)?", re.ASCII)
+#: The fields that a person fills in.
+FILTERS = ("topic", *TIMES, "error", "key", "prefix", "by")
+#: The filters that a command has no flag for.
+_LACKING = dict.fromkeys(("retry", "cancel", "purge"), ("key", "prefix", "by")) | {
+    "list": ("key", "prefix", "by", "id"),
+    "restore": ("key", "prefix"),
+    "resend": ("error", "prefix", "by"),
+}
+
+
+def selection_of(query: QueryParams, now: datetime) -> TaskSelection:
+    """Return the selection of an address. Relative times count from `now`. Raises Refused."""
+    texts = {field: checked(kind, query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)}
+    times: dict[str, Any] = {
+        name: resolved(checked(MOMENT, _with_offset(query[name].strip()), name), now)
+        for name in TIMES
+        if query.get(name)
+    }
+    try:
+        flags.check_window(times.get("since"), times.get("until", now))
+    except SettingError as error:
+        raise Refused(400, "The filter matches no task", str(error).removeprefix("--"), "since") from None
+    ids = tuple(dict.fromkeys(checked(flags.ID, id, "id") for id in query.getlist("id")))
+    return TaskSelection(**texts, **times, ids=ids or None, include_expired=bool(query.get("expired")))
+
+
+def _with_offset(text: str) -> str:
+    typed = _TYPED.fullmatch(text)
+    return f"{typed[1]}T{typed[2] or '00:00'}Z" if typed else text
+
+
+def address_of(selection: TaskSelection) -> dict[str, Any]:
+    """Return the query of the address of a selection, with absolute times."""
+    query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
+    times = {name: shown(time) if (time := getattr(selection, name)) else None for name in TIMES}
+    more = {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
+    return query | times | more | ({} if selection.state in (*STATES, CANCELLED) else {"state": None})
+
+
+def command_of(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
+    """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
+    query = address_of(selection)
+    if any(query[each] for each in _LACKING[name]):
+        return None
+    flags: dict[str, object] = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
+    if name == "resend":
+        flags |= {"state": None, "ordering_key": query["key"], "to": "TOPIC"}
+    elif query["by"]:
+        flags["state"] = None
+    if name == "retry":
+        flags["include_expired"] = selection.include_expired
+    return visit.command(name, *([query["by"]] if query["by"] else query["id"]), **flags, **more)
 
 
 def is_hopeless(error: str | None) -> bool:
@@ -70,10 +133,10 @@ class Action:
             selection=selection,
             found=found,
             hopeless=HOPELESS if self.name == "retry" and any(is_hopeless(each[1]) for each in found.groups) else (),
-            query=selections.address(selection) | {"as_of": shown(now)},
+            query=address_of(selection) | {"as_of": shown(now)},
             # After a failure that may have begun it, the form must not begin another one.
             operation=(visit.problem and visit.query.get("operation")) or admin.operations.new_id(),
-            command=selections.command(visit, self.name, selection, reason="TEXT"),
+            command=command_of(visit, self.name, selection, reason="TEXT"),
         )
 
     def _begin(self, visit: Visit) -> Response:
@@ -110,7 +173,7 @@ class Action:
         """Return the tasks of the address as of `at`, and none that is newer. Raises SettingError, OutboxError."""
         if visit.query.get("selected") and not visit.query.get("id"):
             raise Refused(400, "No task is selected", "Check the tasks, or act on all that match.")
-        return admin.changes.bounded(self.name, selections.read(visit.query, at), at)
+        return admin.changes.bounded(self.name, selection_of(visit.query, at), at)
 
 
 def _preview_time(visit: Visit) -> datetime:
@@ -168,7 +231,7 @@ def _matching_now(visit: Visit, operation: Operation) -> str | None:
         selection = TaskSelection.recorded(operation.selection)
     except OutboxError:
         return None
-    return None if selection.ids or not selection.state else visit.link("/tasks", **selections.address(selection))
+    return None if selection.ids or not selection.state else visit.link("/tasks", **address_of(selection))
 
 
 def _acted(operation: Operation) -> Action | None:

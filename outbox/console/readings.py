@@ -1,10 +1,11 @@
-"""What all tabs share: one read of the outbox, at most every few seconds, and none if no tab asks.
+"""What all tabs share: one read of the outbox, and the threads that execute operations.
 
-So a hundred open tabs cost Spanner what one costs. While Spanner cannot be reached, the last figures stay, with their
-age and the error.
+The outbox is read at most every few seconds, and not if no tab asks. So a hundred open tabs cost Spanner what one
+costs. While Spanner cannot be reached, the last figures stay, with their age and the error.
 """
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +14,20 @@ from outbox import admin
 from outbox.admin.backlog import Backlog
 from outbox.admin.error_groups import ErrorCount
 from outbox.admin.history import History
-from outbox.admin.operations import Operation
+from outbox.admin.operations import NotContinued, Operation
 from outbox.admin.problems import Problem
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead
-from outbox.errors import OutboxError
+from outbox.base.schedules import OPERATION
+from outbox.errors import NotReached, OutboxError
+from outbox.program.terminal import escaped
 from outbox.table.controls import TopicControls
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
+_log = logging.getLogger("outbox")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,3 +127,44 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
             blocked=blocked,
         ),
     )
+
+
+class Running:
+    """One thread for each operation that this console executes.
+
+    Each chunk of an operation is a transaction that also moves the operation's position (`outbox.admin.changes`). So a
+    thread may die with the console at any time: the next console continues after the last chunk.
+    """
+
+    def __init__(self, table: TaskTable) -> None:
+        self._table = table
+        #: Why the last chunk of an operation failed in this console.
+        self.errors: dict[str, str] = {}
+        self.ids: set[str] = set()
+
+    def start(self, id: str) -> None:
+        """Execute an operation on a thread of its own, which ends with the console."""
+        if id not in self.ids:
+            self.ids.add(id)
+            threading.Thread(target=self._execute, args=(id,), name=f"operation {id}", daemon=True).start()
+
+    def _execute(self, id: str) -> None:
+        try:
+            while self._is_to_be_repeated(id):
+                time.sleep(OPERATION.first)
+        finally:
+            self.ids.discard(id)
+
+    def _is_to_be_repeated(self, id: str) -> bool:
+        """Execute chunks. Return True if Spanner could not be reached, so that the next one is tried later."""
+        try:
+            for outcome in admin.changes.resume(self._table, id):
+                self.errors.pop(id, None)
+                for task, why in outcome.unchanged.items():
+                    _log.warning("operation %s left out the task %s: %s", id, escaped(task), escaped(why))
+        except OutboxError as error:
+            if not isinstance(error, NotContinued):
+                self.errors[id] = str(error)
+                _log.warning("operation %s: %s", id, error)
+            return isinstance(error, NotReached)
+        return False

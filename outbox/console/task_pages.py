@@ -16,10 +16,9 @@ from outbox.admin.flags import MIN_PREFIX
 from outbox.admin.messages import SHOWN_BYTES, readable
 from outbox.admin.operations import Operation
 from outbox.admin.tasks import Page, Task
-from outbox.console import selections
-from outbox.console.operation_pages import ACTIONS, is_hopeless
-from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, Work, render
+from outbox.console.operation_pages import ACTIONS, FILTERS, command_of, is_hopeless, selection_of
+from outbox.console.roles import Refused, Role
+from outbox.console.visits import Route, Visit, Work, render
 from outbox.errors import OutboxError
 from outbox.table.states import CANCELLED, is_dead
 
@@ -43,7 +42,7 @@ def show(visit: Visit) -> Response:
     """Show a page of the tasks that match the address, or only the filter if it has a wrong value."""
     query, selection = visit.query, None
     try:
-        selection = selections.read(query, visit.console.table.now())
+        selection = selection_of(query, visit.console.table.now())
     except Refused as problem:
         visit = dataclasses.replace(visit, problem=problem)
     state = (selection and selection.state) or DEFAULT_STATE
@@ -57,7 +56,7 @@ def show(visit: Visit) -> Response:
             selection = dataclasses.replace(selection, since=max(since, selection.since or since), until=None)
         page = _page(visit, selection, state, order)
         shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
-        command = selections.command(visit, "list", shown, **{order: True, "limit": PAGE})
+        command = command_of(visit, "list", shown, **{order: True, "limit": PAGE})
     response = render(
         visit,
         "tasks",
@@ -66,7 +65,7 @@ def show(visit: Visit) -> Response:
         order=order,
         orders=orders,
         is_followed=is_followed,
-        filters={name: query[name] for name in selections.FILTERS if query.get(name)},
+        filters={name: query[name] for name in FILTERS if query.get(name)},
         actions=[each for each in ACTIONS if state in each.states],
         command=command,
     )

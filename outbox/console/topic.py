@@ -10,8 +10,8 @@ from starlette.responses import RedirectResponse, Response
 from outbox import admin
 from outbox.admin.operations import Operation
 from outbox.base.times import shown
-from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, Work, checked, render
+from outbox.console.roles import Refused, Role
+from outbox.console.visits import Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.table.controls import NAMES, VALUES, described
 

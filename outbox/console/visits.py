@@ -18,7 +18,7 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -36,9 +36,8 @@ from outbox.admin.workers import runs
 from outbox.base.times import spoken
 from outbox.base.values import counted, listed
 from outbox.console import charts
-from outbox.console.readings import HEADS, OPERATIONS, Shared
-from outbox.console.roles import Role
-from outbox.console.running import Running
+from outbox.console.readings import HEADS, OPERATIONS, Running, Shared
+from outbox.console.roles import Refused, Role
 from outbox.errors import SettingError
 from outbox.program.settings import SettingType
 from outbox.program.terminal import cell
@@ -46,17 +45,6 @@ from outbox.table.states import LEFT_TO_SEND
 
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
-
-
-class Refused(Exception):
-    """The answer is a page with this status, what is wrong, and what to do. Access and handlers raise it.
-
-    `field` is the name of the field of a form that has a wrong value. With `wait`, the browser loads the page again.
-    """
-
-    def __init__(self, status: int, title: str, advice: str, field: str = "", *, wait: bool = False) -> None:
-        super().__init__(title)
-        self.status, self.title, self.advice, self.field, self.wait = status, title, advice, field, wait
 
 
 def checked(kind: SettingType, text: str, field: str) -> Any:
@@ -179,14 +167,10 @@ def described(operation: Operation) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def _files() -> Iterator[tuple[str, tuple[str, bytes]]]:
-    for file in (resources.files("outbox.console") / "static").iterdir():
-        content = file.read_bytes()
-        yield file.name, (f"/static/{hashlib.sha256(content).hexdigest()[:16]}/{file.name}", content)
-
-
-#: The path and the content of each file that pages load. A new content has a new path.
-FILES = dict(_files())
+_STATIC = {file.name: file.read_bytes() for file in (resources.files("outbox.console") / "static").iterdir()}
+#: The path of each file that pages load, and its content. A new content has a new path.
+FILES = {name: f"/static/{hashlib.sha256(content).hexdigest()[:16]}/{name}" for name, content in _STATIC.items()}
+CONTENTS = {FILES[name]: content for name, content in _STATIC.items()}
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("outbox.console"),
@@ -209,8 +193,7 @@ _ENVIRONMENT.filters.update(
     exact=escape,
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
-_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "charts": charts}
-_ENVIRONMENT.globals |= {"FILES": {name: path for name, (path, _) in FILES.items()}}
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "charts": charts, "FILES": FILES}
 _ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS}
 
 

@@ -21,14 +21,13 @@ from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
+from publishworker import process
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import log
-from publishworker.process import exits
-from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
-from publishworker.process.info import worker_info
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages, worker_info
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import PubSubPublisher
@@ -141,23 +140,23 @@ class App:
                 "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
                 extra={"action": "stuck"},
             )  # fmt: skip
-            return exits.FAILED
+            return process.FAILED
         except DatabaseMissing as error:
             log.critical(
                 "The worker exits, because the database, the instance or a table has been missing for five minutes: %s",
                 error,
                 extra={"action": "missing"},
             )
-            return exits.NOT_REACHED
+            return process.NOT_REACHED
         except Exception:
             log.critical(
                 "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
             )
-            return exits.FAILED
+            return process.FAILED
         else:
             if in_time or not self.relay.load.batches:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
-                return exits.DONE
+                return process.DONE
             self._metrics.count(m.FORCED_STOP, 1, reason=m.SHUTDOWN_TIMEOUT)
             log.error(
                 "Stopped after --shutdown-timeout with in-flight batches. Tasks without a SentAt may be published "

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from publishworker.process import exits
+from publishworker import process
 
 _EXAMPLES = """examples:
   publishworker run --project shop --instance main --database orders
@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
 
 
 #: Exit codes at a signal before the relay starts, when nothing has been claimed. Later, the commands handle signals.
-_STOPPED_AT_START = {"run": exits.DONE, "drain": exits.WORK_LEFT}
+_STOPPED_AT_START = {"run": process.DONE, "drain": process.WORK_LEFT}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = (signal.SIGTERM,) if code is None else (signal.SIGTERM, signal.SIGINT)
     try:
         with exit_on(*numbers, code=code):
-            return _main(given)
+            from outbox.program.terminal import ended, prepare_streams  # noqa: PLC0415 - the same
+
+            prepare_streams()
+            return ended("publishworker", lambda: _run(given))
     finally:
         try:
             sys.stderr.flush()
@@ -46,20 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - Python closes it
 
 
-def _main(arguments: Sequence[str]) -> int:
-    from outbox.program.terminal import ended, prepare_streams  # noqa: PLC0415 - see main
-
-    def run() -> int:
-        options = _parser().parse_args(arguments)
-        code: int = options.run(options)
-        return code
-
-    prepare_streams()
-    return ended("publishworker", run)
+def _run(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    code: int = options.run(options)
+    return code
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from publishworker.process.verify.command import verify  # noqa: PLC0415 - only this command needs it
+    from publishworker.process.verify import verify  # noqa: PLC0415 - only this command needs it
 
     return verify(options)
 
@@ -68,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
     from outbox.program.arguments import Parser  # noqa: PLC0415 - see main
     from publishworker.process import commands  # noqa: PLC0415 - see main
-    from publishworker.process.check import check  # noqa: PLC0415 - see main
     from publishworker.process.worker_settings import (  # noqa: PLC0415 - see main
         WorkerSettings,
         add_deadline,
@@ -94,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)
-    checks = add("check", check, "Check settings, database, table and topics, and say how to fix errors.")
+    checks = add("check", commands.check, "Check settings, database, table and topics, and say how to fix errors.")
     WorkerSettings.add_flags(checks)
     checks.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."

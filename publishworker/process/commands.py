@@ -1,35 +1,59 @@
-"""`run` and `drain`: read the settings, run the relay in this process, print the result."""
+"""`run`, `drain` and `check`: read the settings, run the relay in this process or look at all it needs, and report."""
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionDenied
+from google.auth.exceptions import GoogleAuthError
+from google.pubsub_v1 import PublisherClient
+
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
+from outbox.base.values import counted, topic_name
+from outbox.errors import InvalidMessage, NotReached
+from outbox.message import check_topic
 from outbox.program import logs
+from outbox.program.pubsub import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.signals import handled
 from outbox.program.terminal import say
+from outbox.table import schema
+from outbox.table.connection import open_database
+from outbox.table.controls import NO_CONTROLS
+from publishworker import process
 from publishworker.log import ThrottledLog, log
-from publishworker.process import exits
 from publishworker.process.app import App, until_drained, worker_id
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.spanner.unsent import any_to_send
+from publishworker.pubsub.messages import topic_filter
+from publishworker.spanner.grants import verify_grants
+from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import any_to_send, topics_to_send
+from publishworker.spanner.write_errors import describe
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
+from publishworker.topics.availability import split_valid
+
+_ONE_REGION = (
+    "Pub/Sub keeps their order only within one region, so give all workers the same regional endpoint, such as "
+    "europe-west1-pubsub.googleapis.com"
+)
+#: A line of the output of `check`: `ok`, `unknown`, `warning`, `wrong`, `missing` or `unreachable`, and a text.
+Finding = tuple[str, str]
 
 
 def run(options: argparse.Namespace) -> int:
     """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
     with _worker(settings) as (worker, stop):
-        return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=exits.FAILED)
+        return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=process.FAILED)
 
 
 def drain(options: argparse.Namespace) -> int:
@@ -42,7 +66,7 @@ def drain(options: argparse.Namespace) -> int:
             timer.start()
         store = worker.store
         drained = until_drained(store, lambda: store.layouts[0].ids, settings.poll_interval)
-        if (code := worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)) != exits.DONE:
+        if (code := worker.until_stopped(stop, drained, timeout_exit_code=process.WORK_LEFT)) != process.DONE:
             return code
     work_left = any_to_send(store)
     found = backlog.read_unsent(TaskTable(store.database))
@@ -52,12 +76,12 @@ def drain(options: argparse.Namespace) -> int:
     if work_left:
         why = f". The last turn failed: {worker.failure}" if worker.failure else ""
         say(f"not drained: stopped with work left{why}")
-        return exits.WORK_LEFT
+        return process.WORK_LEFT
     if any_to_send(store, misrouted=True):
         say("not drained: a topic with tasks has an invalid route, see the log")
-        return exits.WORK_LEFT
+        return process.WORK_LEFT
     say("drained")
-    return exits.DONE
+    return process.DONE
 
 
 @contextlib.contextmanager
@@ -69,13 +93,8 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
     metrics = Metrics(client(settings.metrics))
     with contextlib.ExitStack() as stack:
         stack.callback(metrics.stop)
-        id = worker_id()
-        worker = App(
-            settings,
-            id=id,
-            metrics=metrics,
-            touch_file=heartbeat_file(Path(settings.heartbeat_file)),
-        )
+        touch_file = heartbeat_file(Path(settings.heartbeat_file))
+        worker = App(settings, id=worker_id(), metrics=metrics, touch_file=touch_file)
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():
             yield worker, stop
@@ -118,3 +137,82 @@ def collect_garbage_rarely() -> None:
     """Let the garbage collector skip the objects of start-up, whose scan takes 30 ms of CPU, and run rarely."""
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the findings. Return 0 if all is well, 3 if something is missing or not reached, otherwise 1."""
+    settings = WorkerSettings.read(vars(options))
+    verdicts = set()
+    for verdict, text in _findings(settings, options.topics):
+        verdicts.add(verdict)
+        say(f"{verdict:<12}{text}")
+    if verdicts & {"missing", "unreachable"}:
+        return process.NOT_REACHED
+    return process.FAILED if "wrong" in verdicts else process.DONE
+
+
+def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Finding]:
+    yield from (("warning", sentence) for sentence in unknown_variables())
+    yield "ok", "settings: " + ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(settings).items())
+    try:
+        found = set(topics)
+        yield from _database(settings, found)
+        publisher = PublisherClient(transport=open_pubsub(settings))
+        allowed = topic_filter(settings.allowed_topics, settings.project)
+        for topic in sorted(found):
+            yield _topic(publisher, topic, settings, allowed)
+    except NotReached as error:
+        yield "unreachable", str(error)
+
+
+def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
+    """Check the table, permissions and topic controls. Add the topics in use to `topics`. Raises NotReached."""
+    database = open_database(settings)
+    layout = schema.layout(database)
+    if wrong := schema.problems(database, layout, relay_only=True):
+        yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/reference/schema.md"
+        return
+    yield "ok", f"table: {database.name}, {counted(layout.shards, 'shard')}"
+    verify_grants(database)
+    yield "ok", "permissions: the worker may write SentAt and heartbeats"
+    store = SpannerStore(database, layout)
+    to_send = topics_to_send(store)
+    ordered = [topic for topic, has_keys in to_send.items() if has_keys]
+    if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
+        names = ", ".join(sorted(ordered))
+        yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
+    controls = store.discover((), ()).controls
+    valid, invalid = split_valid(controls)
+    for topic, row in sorted(controls.items()):
+        if row.paused:
+            yield "ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`"
+        if to := valid[topic].publish_to:
+            yield "ok", f"messages of topic {topic} go to {to}"
+    yield from (("wrong", sentence) for sentence in invalid.values())
+    used = {*to_send, *(topic for topic, row in controls.items() if row != NO_CONTROLS)}
+    topics |= {controls.get(topic, NO_CONTROLS).publish_to or topic for topic in used}
+
+
+def _topic(publisher: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:
+    try:
+        check_topic(topic)
+    except InvalidMessage as error:
+        return "wrong", str(error)
+    name = topic_name(topic, settings.project)
+    if not allowed(name):
+        return "wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead"
+    try:
+        found = publisher.get_topic(topic=name, timeout=TOPIC_SECONDS, retry=None)
+    except NotFound as error:
+        create = create_topic_command(settings, name)
+        return "wrong", f"topic {name} does not exist. Create it: {create}. Pub/Sub: {describe(error)}"
+    except PermissionDenied as error:
+        needed = "no permission to check it (pubsub.topics.get); publishing needs roles/pubsub.publisher"
+        return "unknown", f"topic {name}: {needed}. Pub/Sub: {describe(error)}"
+    except (GoogleAPICallError, GoogleAuthError) as error:
+        return "unreachable", f"topic {name}: {describe(error)}"
+    used = [each for each in found.message_transforms if not each.disabled]
+    if transforms := ", ".join(each.javascript_udf.function_name or "without a name" for each in used):
+        effect = "one that drops messages loses tasks, and the inbox refuses messages without their attributes"
+        return "warning", f"topic {name} has message transforms ({transforms}): {effect}"
+    return "ok", f"topic {name}"

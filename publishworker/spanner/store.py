@@ -201,7 +201,7 @@ class SpannerStore:
         """Write the row of a worker that polls `layouts`, and delete the rows of the workers in `remove`.
 
         One request, a commit without reads. The worker is then live for `liveness_timeout` seconds. `info` is what it
-        says about itself (`process.info`).
+        says about itself (`process.gauges`).
 
         It sets no request priority, and Spanner treats that as high. With a lower priority, an overloaded Spanner could
         delay heartbeats, and other workers would take over the shards.

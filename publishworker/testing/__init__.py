@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 
 from outbox.base.lazy import importer
-from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, without_proxy
-from outbox.devtools.shared import sharing
+from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, sharing, without_proxy
 from outbox.errors import NotReached, OutboxError
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def outbox_session_database(
 
     OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE are set, also while `outbox_migrate` runs.
     """
-    from publishworker.testing.database import created  # noqa: PLC0415 - it imports the Google clients
+    from publishworker.testing.relay import created  # noqa: PLC0415 - it imports the Google clients
 
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -114,7 +113,7 @@ def outbox_database(outbox_session_database: "Database") -> "Database":
     Your own are those of the setting `outbox_ddl` and of the fixture `outbox_migrate`. The name of the database is the
     same for all tests of a process.
     """
-    from publishworker.testing.database import empty  # noqa: PLC0415 - it imports the Google clients
+    from publishworker.testing.relay import empty  # noqa: PLC0415 - it imports the Google clients
 
     empty(outbox_session_database)
     return outbox_session_database
@@ -126,8 +125,7 @@ def outbox_relay(
     pubsub_emulator: str,  # noqa: ARG001 - it must run
 ) -> Iterator["OutboxRelay"]:
     """A relay of `outbox_database` that runs in the test's own thread when the test calls `drain`."""
-    from publishworker.testing.database import environment  # noqa: PLC0415 - it imports the Google clients
-    from publishworker.testing.relay import OutboxRelay  # noqa: PLC0415 - the same
+    from publishworker.testing.relay import OutboxRelay, environment  # noqa: PLC0415 - it imports the Google clients
 
     relay = OutboxRelay(environment(outbox_database))
     yield relay

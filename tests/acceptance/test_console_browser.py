@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outbox import admin
 from outbox.admin.table import TaskTable
-from outbox.console.access import HEADERS
+from outbox.console.application import HEADERS
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
 from tests.support.browser import (

@@ -15,7 +15,7 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
-from outbox.console import readings, running, task_pages
+from outbox.console import readings, task_pages
 from outbox.console.roles import Role, Roles
 from outbox.table.states import NEVER
 from tests.support.console import SAME, Outage, begun, console, finished, form_of
@@ -166,7 +166,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """Meanwhile the pages say so, and keep the last figures with their age. No task is changed twice."""
-    monkeypatch.setattr(running, "OPERATION", Schedule(0.05, 0.05))
+    monkeypatch.setattr(readings, "OPERATION", Schedule(0.05, 0.05))
     monkeypatch.setattr(readings, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(changes, "CHUNK", 1)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(10)])

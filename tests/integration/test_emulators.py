@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.devtools import child_process, emulators, shared
+from outbox.devtools import child_process, emulators
 from outbox.errors import NotReached, SettingError
 from outbox.program.pubsub import open_pubsub
 from outbox.program.settings import PubSubSettings
@@ -203,8 +203,8 @@ def test_both_emulators_are_stopped_when_the_block_fails(monkeypatch: pytest.Mon
 
 USE = """
 import sys, pathlib
-from outbox.devtools import emulators, shared
-with shared.sharing(emulators.SPANNER, pathlib.Path(sys.argv[1])) as host:
+from outbox.devtools import emulators
+with emulators.sharing(emulators.SPANNER, pathlib.Path(sys.argv[1])) as host:
     print(host, flush=True)
     sys.stdin.read()
 """
@@ -229,6 +229,6 @@ def test_a_shared_emulator_outlives_the_process_that_started_it_and_ends_with_it
         assert use()[1] == same == host
         assert child_process.answers(host)
     eventually(lambda: not child_process.answers(host), message="the end of the emulator")
-    with shared.sharing(emulators.SPANNER, tmp_path) as host:  # another one, of this process
+    with emulators.sharing(emulators.SPANNER, tmp_path) as host:  # another one, of this process
         assert child_process.answers(host)
     eventually(lambda: not child_process.answers(host), message="the end of the emulator")

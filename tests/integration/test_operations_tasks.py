@@ -20,7 +20,8 @@ from outbox.admin.flags import TEXT
 from outbox.admin.table import TaskTable
 from outbox.base.times import shown
 from outbox.base.values import MAX_ID_CHARACTERS
-from outbox.console import readings, selections
+from outbox.console import readings
+from outbox.console.operation_pages import address_of
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.table.states import NEVER, STATES, UNSENT
@@ -218,7 +219,7 @@ def by_command(command: Commands, _caller: TestClient, selection: TaskSelection)
 
 
 def by_page(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
-    query = {name: value for name, value in selections.address(selection).items() if value}
+    query = {name: value for name, value in address_of(selection).items() if value}
     page = caller.get(f"/tasks?{urlencode(query | {'state': selection.state, 'order': 'oldest'})}").text
     return [unquote_plus(id) for id in re.findall(r'name="exact" value="id=([^"]+)"', page)]
 

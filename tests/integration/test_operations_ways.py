@@ -14,7 +14,7 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
 from outbox.base.times import shown
-from outbox.console import selections
+from outbox.console.operation_pages import address_of
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER, UNSENT
 from tests.support.commands import Commands
@@ -124,7 +124,7 @@ def command(
 
 
 def page(_: Emulators, database: Database, table: TaskTable, name: str, selection: TaskSelection) -> tuple[int, int]:
-    query = {each: value for each, value in selections.address(selection).items() if value}
+    query = {each: value for each, value in address_of(selection).items() if value}
     address, jane = f"/tasks/{name}?{urlencode(query, doseq=True)}", console(database)
     text = jane.get(address).text
     number = re.search(rf"{name.title()} (\d+) task", text)

@@ -20,7 +20,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
 from outbox.table.layouts import Layout
-from publishworker.process import app, check
+from publishworker.process import app, commands
 from publishworker.process.worker_settings import WorkerSettings
 from tests.support.operations import opened
 from tests.support.spanner import INSTANCE, PROJECT, query
@@ -111,7 +111,7 @@ def test_only_missing_objects_are_created_in_one_update(
     assert app.verified_layout(cast("Any", own_database)) == Layout(10)
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
     names = {"project": PROJECT, "instance": INSTANCE, "database": own_database.database_id}
-    assert {verdict for verdict, _ in check._database(WorkerSettings.read(names, {}), set())} == {"ok"}
+    assert {verdict for verdict, _ in commands._database(WorkerSettings.read(names, {}), set())} == {"ok"}
     change(own_database, "DROP INDEX AsynchronousTasksInOrder", "DROP TABLE AsynchronousTaskTopics")
     missing = [ALL[2], ALL[3], ALL[6]]
     assert schema.differences(own_database, ddl.statements()) == [f"{name} is missing" for name in missing]

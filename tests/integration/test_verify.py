@@ -14,9 +14,8 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
 from outbox.table.connection import open_database
-from publishworker.process import cli
-from publishworker.process.verify import checks, scratch
-from publishworker.process.verify.checks import CHECKS
+from publishworker.process import cli, verify
+from publishworker.process.verify import CHECKS
 from tests.support.spanner import INSTANCE, PROJECT, place, query
 
 #: Each process of the test run has one, because all share the emulators.
@@ -30,7 +29,7 @@ def small(emulators: Emulators, spanner_instance: Instance, monkeypatch: pytest.
     for name, value in emulators.environment().items():
         monkeypatch.setenv(name, value)
     for name, number in {"BATCH_SIZES": (10, 50), "SWEPT_TASKS": 50, "HELD_SECONDS": 0.5}.items():
-        monkeypatch.setattr(checks, name, number)
+        monkeypatch.setattr(verify, name, number)
     yield
     spanner_instance.database(NAME).drop()
 
@@ -56,9 +55,9 @@ def test_tasks_are_loaded_although_the_clock_of_this_machine_is_ahead(
     own_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = mock.Mock(now=lambda _zone: datetime.now(UTC) + timedelta(minutes=5))
-    monkeypatch.setattr(scratch, "datetime", clock, raising=False)
+    monkeypatch.setattr(verify, "datetime", clock, raising=False)
     settings: Any = place(own_database.database_id)
-    scratch.Scratch(settings, open_database(settings), 20).load()
+    verify.Scratch(settings, open_database(settings), 20).load()
     assert query(own_database, "SELECT COUNTIF(SentAt IS NOT NULL) FROM AsynchronousTasks") == [[18]]
 
 

@@ -29,7 +29,7 @@ from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
 from outbox_pipeline.jobs.drain.job import DrainSummary
-from publishworker.process import exits
+from publishworker import process
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.write_errors import StoreError, TimedOut
@@ -190,7 +190,7 @@ def test_the_last_error_of_a_worker_reaches_the_summary(
 ):
     """The log of a worker is on its executor only."""
     register(database, topic, 1)
-    app = SimpleNamespace(store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: exits.WORK_LEFT)
+    app = SimpleNamespace(store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: process.WORK_LEFT)
     monkeypatch.setattr(job, "App", lambda *_, **__: app)
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
     results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))

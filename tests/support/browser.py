@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outbox.console import application
-from outbox.console.access import Access
+from outbox.console.application import Access
 from outbox.devtools.emulators import Emulators
 from tests.support import real
 from tests.support.processes import started

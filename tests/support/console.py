@@ -19,12 +19,9 @@ from starlette.types import ASGIApp, Message
 from outbox.admin import operations
 from outbox.admin.table import TaskTable
 from outbox.console import application
-from outbox.console.access import Access
-from outbox.console.application import LOOPBACK_HOSTS, files
-from outbox.console.identity import Identify
-from outbox.console.readings import Shared
-from outbox.console.roles import EVERYTHING, Role, Roles
-from outbox.console.running import Running
+from outbox.console.application import LOOPBACK_HOSTS, Access
+from outbox.console.readings import Running, Shared
+from outbox.console.roles import EVERYTHING, Identify, Role, Roles
 from outbox.console.visits import Console, Route, Visit
 from outbox.errors import NotReached
 from tests.support.operations import opened
@@ -89,7 +86,7 @@ def client(
 ) -> TestClient:
     """Return a client of these routes."""
     access = Access(
-        console=bare_console(**values), routes=routes, files=files(), identify=identify, roles=roles,
+        console=bare_console(**values), routes=routes, identify=identify, roles=roles,
         allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix,
     )  # fmt: skip
     return TestClient(access, base_url=ORIGIN, follow_redirects=False)

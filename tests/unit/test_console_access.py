@@ -17,11 +17,10 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from outbox.console import access, application
-from outbox.console.access import HEADERS, MAX_FORM
-from outbox.console.application import routes
+from outbox.console import application
+from outbox.console.application import HEADERS, MAX_FORM, routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles, RolesFile
-from outbox.console.visits import FILES, Route, Visit, Work
+from outbox.console.visits import CONTENTS, FILES, Route, Visit, Work
 from outbox.errors import NotReached, SettingError
 from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, asked, bare_console, client, recording
@@ -59,7 +58,7 @@ def test_every_unsafe_route_has_a_role_of_its_own() -> None:
 
 
 CHANGE = Route("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR, "POST")
-STYLE = FILES["console.css"][0]
+STYLE = FILES["console.css"]
 SHOW = Route("/show", lambda _visit: pytest.fail("replaced"))
 
 
@@ -176,7 +175,7 @@ def test_files_are_kept_by_browsers_and_a_new_content_has_a_new_path() -> None:
     assert caller.get("/static/console.css").status_code == 404
     for encoding in ("gzip", "identity", "gzip", "identity"):
         answer = caller.get(STYLE, headers={"Accept-Encoding": encoding})
-        assert answer.content == FILES["console.css"][1]
+        assert answer.content == CONTENTS[STYLE]
         assert answer.headers.get("content-encoding", "identity") == encoding
 
 
@@ -263,7 +262,7 @@ def test_the_notation_of_a_host_does_not_matter(hosts: Any) -> None:
 
 def test_slow_pages_delay_neither_the_health_check_nor_files_nor_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without a place says so, and the browser loads it again. Later it gets one."""
-    monkeypatch.setattr(access, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(application, "WAIT_SECONDS", 0.05)
     may_end = threading.Event()
 
     def slow(_visit: Visit) -> Response:
@@ -279,7 +278,7 @@ def test_slow_pages_delay_neither_the_health_check_nor_files_nor_figures(monkeyp
 
             async def ask(path: str) -> None:
                 answers.append(await asked(app, path))
-                if len(answers) == 90 - access.PLACES[Work.LIGHT] - access.PLACES[Work.SCAN]:
+                if len(answers) == 90 - application.PLACES[Work.LIGHT] - application.PLACES[Work.SCAN]:
                     all_wait.set()
 
             for _ in range(45):

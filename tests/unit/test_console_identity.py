@@ -18,8 +18,8 @@ from google.auth import jwt
 from google.auth.crypt import es
 from starlette.requests import Request
 
-from outbox.console import identity
-from outbox.console.identity import (
+from outbox.console import roles
+from outbox.console.roles import (
     FIRST_KEY_SECONDS,
     IAP_HEADER,
     IAP_ISSUER,
@@ -28,9 +28,10 @@ from outbox.console.identity import (
     Header,
     Iap,
     Keys,
+    Refused,
+    Role,
+    parsed,
 )
-from outbox.console.roles import Role, parsed
-from outbox.console.visits import Refused
 from outbox.errors import SettingError
 from tests.support.waiting import eventually
 
@@ -172,10 +173,10 @@ def test_a_console_that_starts_without_the_key_server_opens_soon_after_it_is_bac
 def test_only_an_answer_with_keys_is_keys(status: int, body: bytes) -> None:
     answer = mock.Mock(status=status, data=body)
     with (
-        mock.patch.object(identity, "HttpRequest", return_value=lambda *_, **__: answer),
+        mock.patch.object(roles, "HttpRequest", return_value=lambda *_, **__: answer),
         pytest.raises(ValueError, match=r"status|Expecting"),
     ):
-        identity._fetched()
+        roles._fetched()
 
 
 PROXY = Header("X-Forwarded-Email", ["10.0.0.0/8", "fd00::/8"])

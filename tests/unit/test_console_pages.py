@@ -17,9 +17,9 @@ from outbox import cli
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
 from outbox.base.times import shown
-from outbox.console import selections
-from outbox.console.application import files
-from outbox.console.visits import _ENVIRONMENT, FILES, Refused, Visit, described
+from outbox.console.operation_pages import address_of, command_of, selection_of
+from outbox.console.roles import Refused
+from outbox.console.visits import _ENVIRONMENT, CONTENTS, FILES, Visit, described
 from outbox.table.states import CANCELLED, CHANGED, STATES
 from publishworker.pubsub.failures import REASONS, FailureKind
 from tests.support.console import bare_console
@@ -31,7 +31,7 @@ VISIT = Visit(console=bare_console(), person="jane", roles=frozenset(), path="/t
 
 
 def read(query: dict[str, Any]) -> TaskSelection:
-    return selections.read(QueryParams(urlencode(query, doseq=True)), NOW)
+    return selection_of(QueryParams(urlencode(query, doseq=True)), NOW)
 
 
 @pytest.mark.parametrize("ids", [None, ("a", "b/../c", "\x00<script>")])
@@ -41,7 +41,7 @@ def test_an_address_is_read_as_the_same_selection(
     state: str | None, more: dict[str, Any], ids: tuple[str, ...] | None
 ) -> None:
     selection = TaskSelection(**{"state": state, "ids": ids, "include_expired": False, **more})
-    query = {name: value for name, value in selections.address(selection).items() if value not in (None, [])}
+    query = {name: value for name, value in address_of(selection).items() if value not in (None, [])}
     assert read(query) == selection
 
 
@@ -90,7 +90,7 @@ def test_a_window_that_the_commands_refuse_is_refused(query: dict[str, str]) -> 
 )
 def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: TaskSelection) -> None:
     """And it has the whole selection."""
-    found = selections.command(VISIT, name, selection)
+    found = command_of(VISIT, name, selection)
     assert found
     options = PARSER.parse_args(shlex.split(found)[1:])
     assert options.topic == selection.topic
@@ -115,7 +115,7 @@ def test_a_filter_that_a_command_does_not_have_leads_to_no_command(
 ) -> None:
     for state in states:
         value = ONE_FILTER[field]
-        if found := selections.command(VISIT, name, TaskSelection(state=state, **{field: value})):
+        if found := command_of(VISIT, name, TaskSelection(state=state, **{field: value})):
             words = re.split("[= ]", found)
             assert (shown(value) if isinstance(value, datetime) else value[0]) in words
             PARSER.parse_args(shlex.split(found)[1:])
@@ -169,13 +169,12 @@ def test_idiomorph_is_the_published_file() -> None:
 
 def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
     """The content security policy would block it, silently for a person without the browser's console."""
-    served = {name: path for name, (path, _) in FILES.items()}
-    assert files().keys() == {*served.values()}
+    assert CONTENTS.keys() == {*FILES.values()}
     for template in TEMPLATES.iterdir():
         text = template.read_text(encoding="utf-8")
         assert not re.search(r"<(script|link|img)[^>]*(https?:)?//", text)
         assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style|\|safe", text)
-        assert set(re.findall(r"FILES\[.([^\]]+).\]", text)) <= served.keys()
+        assert set(re.findall(r"FILES\[.([^\]]+).\]", text)) <= FILES.keys()
         assert "/static/" not in text
 
 

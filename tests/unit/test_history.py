@@ -20,7 +20,7 @@ from outbox.cli import status_command
 from outbox.errors import OutboxError
 from outbox.program.output import bars
 from publishworker.delivery.claim import Delivered
-from publishworker.process.info import MAX_BYTES, MAX_OTHER_BYTES, worker_info
+from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History as Ring
 from publishworker.turn.relay import Load

@@ -19,7 +19,7 @@ from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
 from outbox.table.layouts import Layout, by_layout
 from outbox.table.splits import POINTS_PER_NODE, points
-from publishworker.process.verify.plans import lines, problems, scans
+from publishworker.process.plans import lines, problems, scans
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()

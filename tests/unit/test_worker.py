@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from outbox.base.schedules import RECONNECT
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
-from publishworker.process import exits, healthcheck
+from publishworker import process
+from publishworker.process import healthcheck
 from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
 from publishworker.spanner.store import SpannerStore
@@ -391,10 +392,10 @@ def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "action"),
     [
-        (StuckBatch([claim_of("orders", "a")], 121), exits.FAILED, "stuck"),
-        (DatabaseMissing("no database"), exits.NOT_REACHED, "missing"),
-        (ZeroDivisionError(), exits.FAILED, "died"),
-        (None, exits.DONE, "stopped"),
+        (StuckBatch([claim_of("orders", "a")], 121), process.FAILED, "stuck"),
+        (DatabaseMissing("no database"), process.NOT_REACHED, "missing"),
+        (ZeroDivisionError(), process.FAILED, "died"),
+        (None, process.DONE, "stopped"),
     ],
 )
 def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
@@ -411,7 +412,7 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "code", "action"), [(1, 9, "shutdown_timeout"), (0, exits.DONE, "stopped")], ids=["batch", "read"]
+    ("in_flight", "code", "action"), [(1, 9, "shutdown_timeout"), (0, process.DONE, "stopped")], ids=["batch", "read"]
 )
 def test_only_batches_in_flight_exceed_the_shutdown_timeout(
     in_flight: int, code: int, action: str, caplog: pytest.LogCaptureFixture

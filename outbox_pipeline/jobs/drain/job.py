@@ -28,7 +28,7 @@ from outbox.program import logs
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.spark.spark_tasks import Rows, map_rows, parallelism
-from publishworker.process import exits
+from publishworker import process
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.store import SpannerStore
@@ -179,12 +179,12 @@ def _relay(settings: RelaySettings, id: str, until: datetime | None) -> dict[str
             timer = threading.Timer(left.total_seconds(), stop.set)
             timer.daemon = True
             timer.start()
-        code = worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)
+        code = worker.until_stopped(stop, drained, timeout_exit_code=process.WORK_LEFT)
     finally:
         if timer:
             timer.cancel()  # Spark reuses the process for other Spark tasks
         tally.stop()
-    if code == exits.FAILED:
+    if code == process.FAILED:
         raise OutboxError(f"Worker {id} failed. See the log of its executor")
     counts = {name: tally.sums[metric] for name, metric in _COUNTED.items()}
     return counts | {"last_error": str(worker.failure) if worker.failure else None}

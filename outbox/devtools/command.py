@@ -4,24 +4,31 @@ import argparse
 import contextlib
 import functools
 import os
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 from outbox.admin import flags
 from outbox.base.values import TOPIC_ID
-from outbox.devtools import around
+from outbox.devtools.child_process import tied
 from outbox.errors import OutboxError, SettingError
 from outbox.program.output import note
 from outbox.program.settings import PREFIX, DatabaseSettings, matching, whole_number
 from outbox.program.terminal import INTERRUPTED, say
 from outbox.table.ddl import cut
 
-if TYPE_CHECKING:
-    from outbox.devtools.emulators import Emulators
-
+#: Seconds between two checks that the emulators and the worker are running.
+CHECK_CHILD_SECONDS = 0.2
+#: Seconds from SIGTERM to SIGKILL, for the worker and a command.
+COMMAND_STOP_SECONDS = 10.0
+#: The first line of a file of variables. Only a file that begins with it is replaced.
+WRITTEN = "# Written by `outbox emulators`, which deletes this file when it stops."
 PORT = whole_number(0, 65_535)
 PUBSUB_ID = matching(TOPIC_ID, "an ID that Pub/Sub allows, such as orders")
 
@@ -43,8 +50,6 @@ WHY_NOT_MULTIPLEXED = (
     "# Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads",
     "# close each other (404 Transaction not found). The Spanner client then needs this:",
 )
-
-
 PLACE = matching("[^/]+/[^/]+/[^/]+", "PROJECT/INSTANCE/DATABASE, such as my-project/main/shop")
 
 
@@ -90,18 +95,43 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with running(options.spanner_port, options.pubsub_port) as emulators:
+        with running(options.spanner_port, options.pubsub_port) as emulators, contextlib.ExitStack() as stack:
             variables = emulators.environment()
             if place:
                 _create(options, place, ddl, variables)
                 names = ("project", "instance", "database")
                 variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
-            with _beside(options, variables, emulators) as ended:
-                if options.words:
-                    return around.run(options.words, variables, ended)
-                return _wait(options, variables, emulators, ended)
+            if options.env_file:
+                stack.enter_context(_env_file(options.env_file, variables))
+            worker = None
+            if options.worker:
+                # A group of its own: Ctrl-C on the terminal is for the command, and the worker outlives it.
+                words = [sys.executable, "-m", "publishworker", "run"]
+                worker = stack.enter_context(_started(words, variables, stdin=subprocess.DEVNULL, process_group=0))
+
+            def ended() -> str | None:
+                """Return a sentence when something has ended that should still run."""
+                code = worker and worker.poll()
+                return emulators.ended() or (None if code is None else f"the worker ended with exit code {code}")
+
+            if options.words:
+                return _around(options.words, variables, ended)
+            *lines, last = _exports(variables)
+            say(*lines, *WHY_NOT_MULTIPLEXED, last)
+            if emulators.children or options.worker or options.env_file:
+                note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
+                _wait(ended)
+            note("nothing to start: both variables are set, and both emulators respond")
+            return 0
     except KeyboardInterrupt:
         return INTERRUPTED if options.words else 0  # a command that never ran has not succeeded
+
+
+def _wait(ended: Callable[[], str | None]) -> NoReturn:
+    """Wait until something ends. Raises OutboxError."""
+    while (sentence := ended()) is None:
+        time.sleep(CHECK_CHILD_SECONDS)
+    raise OutboxError(sentence)
 
 
 def _create(options: argparse.Namespace, place: DatabaseSettings, ddl: list[str], variables: Mapping[str, str]) -> None:
@@ -114,37 +144,67 @@ def _create(options: argparse.Namespace, place: DatabaseSettings, ddl: list[str]
     note(f"database {options.create} {tables} the outbox's tables{others}: ready")
 
 
+def _exports(variables: Mapping[str, str]) -> list[str]:
+    """Return the lines that set variables in a shell."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
 @contextlib.contextmanager
-def _beside(
-    options: argparse.Namespace, variables: Mapping[str, str], emulators: "Emulators"
-) -> Iterator[around.Ended]:
-    """Keep the file of variables and the worker in the block. Yield a function that says what has ended too early."""
-    with contextlib.ExitStack() as stack:
-        if options.env_file:
-            stack.enter_context(around.env_file(options.env_file, variables))
-        worker = stack.enter_context(around.worker(variables)) if options.worker else lambda: None
-        yield lambda: emulators.ended() or worker()
+def _env_file(path: Path, variables: Mapping[str, str]) -> Iterator[None]:
+    """Write the variables for `. FILE`, and delete the file at the end of the block. Raises SettingError."""
+    try:
+        if path.exists() and not path.read_bytes().startswith(WRITTEN.encode()):
+            raise SettingError(f"--env-file: {str(path)!r} was not written by this command. Choose another name")
+        path.write_text("\n".join([WRITTEN, *_exports(variables), ""]))
+    except OSError as error:
+        raise SettingError(f"--env-file: {str(path)!r} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def _wait(
-    options: argparse.Namespace, variables: Mapping[str, str], emulators: "Emulators", ended: around.Ended
-) -> int:
-    """Print the variables, and wait until something ends. Raises OutboxError."""
-    *lines, last = around.exports(variables)
-    say(*lines, *WHY_NOT_MULTIPLEXED, last)
-    if not (emulators.children or options.worker or options.env_file):
-        note("nothing to start: both variables are set, and both emulators respond")
-        return 0
-    note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
-    while (sentence := ended()) is None:
-        time.sleep(around.CHECK_CHILD_SECONDS)
-    raise OutboxError(sentence)
+@contextlib.contextmanager
+def _started(words: Sequence[str], variables: Mapping[str, str], **more: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a program with the variables in the block. At the end, stop it: SIGTERM, then SIGKILL."""
+    process = subprocess.Popen(tied(words), env=os.environ | variables, **more)  # noqa: S603 - ours, or the user's
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(COMMAND_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _around(words: Sequence[str], variables: Mapping[str, str], ended: Callable[[], str | None]) -> int:
+    """Run a command with the variables until it ends, and return its exit code as a shell does.
+
+    It gets our SIGTERM and SIGHUP, and SIGINT unless the terminal sends it to both. Raises OutboxError if `ended`
+    returns a sentence. Then the command is stopped.
+    """
+    with _started(words, variables) as process:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            is_for_both = number == signal.SIGINT and sys.stdin.isatty()
+            signal.signal(number, signal.SIG_IGN if is_for_both else lambda got, _: process.send_signal(got))
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(CHECK_CHILD_SECONDS)
+                return code if code >= 0 else 128 - code
+            if sentence := ended():
+                raise OutboxError(sentence)
 
 
 def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[str]]:
     """Return the database of `--create` and the statements of `--ddl-file`. Raises SettingError for any argument."""
     if options.words:
-        around.program(options.words[0])
+        path = shutil.which(options.words[0])
+        if path is None:
+            raise SettingError(f"command not found: {options.words[0]!r}")
+        options.words[0] = path
     if options.create is None:
         if options.pubsub or options.ddl_file or options.worker or options.empty:
             raise SettingError(

@@ -1,17 +1,27 @@
-"""The checks of a verification. Each returns a verdict, a sentence and its figures."""
+"""`publishworker verify`: proves on a scratch database what the emulator cannot show.
 
+The database is created, filled and dropped. Each check returns a verdict, a sentence and its figures.
+"""
+
+import argparse
+import base64
+import contextlib
+import dataclasses
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
 from google.api_core.exceptions import GoogleAPIError, PermissionDenied
-from google.cloud.spanner_v1 import ExecuteSqlRequest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, ExecuteSqlRequest
 from google.cloud.spanner_v1.types import ResultSetStats
+from google.pubsub_v1 import PubsubMessage
 
 import outbox
 from outbox.admin import backlog, changes, tasks
@@ -19,12 +29,15 @@ from outbox.admin import topics as topic_controls
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
+from outbox.program.output import confirm, table
+from outbox.program.terminal import Escaped, as_json, complain, say
 from outbox.table import ddl, schema
-from outbox.table.connection import open_database, uses_emulator
+from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
+from publishworker import process
 from publishworker.host import Host
+from publishworker.process import plans
 from publishworker.process.app import open_store, relay_of
-from publishworker.process.verify import plans
-from publishworker.process.verify.scratch import TOPICS, Scratch
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry import metrics as m
@@ -32,6 +45,13 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.types import COMMIT, Answer, Failed, LockedRow, PollRequest, Published, RowChange, TopicKey
 
+#: Topics of the loaded tasks, of which nothing is published.
+TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")
+#: Tasks of one commit while loading: about 20,000 of the 80,000 mutations that it may have.
+LOAD_ROWS = 1_000
+#: Of the loaded tasks, one in this many is pending. The others are sent.
+PENDING_EACH = 10
+CREATE_SECONDS = 300.0
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
 BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 200, 500), 1_000
@@ -51,12 +71,98 @@ class Finding:
     plans: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def run(check: Callable[[Scratch], Finding], scratch: Scratch) -> Finding:
-    """Run one check. An unexpected answer of a service is a failed check."""
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """The database, into which a check can load `rows` tasks."""
+
+    settings: WorkerSettings
+    database: LimitedDatabase
+    rows: int
+
+    def register(self, topic: str, count: int) -> list[str]:
+        """Register tasks in one transaction, and return their IDs."""
+        with self._batch() as batch:
+            return outbox.register_many(batch, [outbox.Task(topic, b"x" * 300) for _ in range(count)])
+
+    def load(self) -> None:
+        """Insert `rows` tasks: one in PENDING_EACH is pending, the others were sent within the last hour."""
+        now = TaskTable(self.database).now()  # Spanner refuses a SentAt in the future
+        data = base64.b64encode(PubsubMessage.serialize(PubsubMessage(data=b"x" * 300)))
+        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "OrderingKey", "SentAt")
+        for start in range(0, self.rows, LOAD_ROWS):
+            rows = [
+                (
+                    str(uuid.uuid4()), TOPICS[number % len(TOPICS)], data, 50, COMMIT_TIMESTAMP,
+                    f"key-{number % 1000}" if number % 5 == 0 else None,
+                    None if number % PENDING_EACH == 0 else now - timedelta(seconds=number % 3600),
+                )
+                for number in range(start, min(start + LOAD_ROWS, self.rows))
+            ]  # fmt: skip
+            with self._batch() as batch:
+                batch.insert("AsynchronousTasks", columns, rows)
+
+    def _batch(self) -> Any:
+        database: Any = self.database  # its methods carry no types
+        return database.batch(request_options={"transaction_tag": "outbox-verify"})
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Run all checks on a scratch database. Return 1 if one of them fails."""
+    # Not OUTBOX_DATABASE, which names the database of the application.
+    name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
+    settings = WorkerSettings.read(vars(options) | {"database": name})
+    confirm(
+        f"This creates database {settings.database} in instance {settings.instance}, loads {options.rows:,} tasks, and "
+        f"takes minutes. The database is {'kept (--keep)' if options.keep else 'deleted at the end'}. No other one is "
+        "changed. Continue?",
+        yes=options.yes,
+    )
+    found = {}
+    with _created(settings, keep=options.keep) as database:
+        scratch = Scratch(settings, database, options.rows)
+        for number, (name, check) in enumerate(CHECKS.items(), 1):
+            complain("publishworker", f"{name} ({number} of {len(CHECKS)})")
+            try:
+                found[name] = check(scratch)
+            except (GoogleAPIError, OutboxError) as error:
+                found[name] = Finding(FAILED, f"{type(error).__name__}: {error}")
+    if options.json:
+        say(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
+    else:
+        say(_as_table(found))
+    return process.FAILED if any(each.verdict == FAILED for each in found.values()) else process.DONE
+
+
+@contextlib.contextmanager
+def _created(settings: WorkerSettings, *, keep: bool) -> Iterator[LimitedDatabase]:
+    """Create the database, never one that exists, and drop it unless `keep`. Raises OutboxError, NotReached."""
+    database: Any = open_database(settings)  # its methods carry no types
+    with schema.service_errors(f"instance {settings.instance}"):
+        if database.exists():
+            raise OutboxError(f"database {settings.database} exists. `verify` creates a new one: omit --database")
     try:
-        return check(scratch)
-    except (GoogleAPIError, OutboxError) as error:
-        return Finding(FAILED, f"{type(error).__name__}: {error}")
+        with schema.service_errors(f"instance {settings.instance}"):
+            database.create().result(timeout=CREATE_SECONDS)
+        yield database
+    finally:
+        if keep:
+            complain("publishworker", f"database {settings.database} was kept")
+        else:
+            try:
+                database.drop()
+            except Exception as error:  # whatever happens, the user must know what is left
+                text = f"database {settings.database} could not be dropped. Drop it yourself: {error}"
+                complain("publishworker", text)
+
+
+def _as_table(found: Mapping[str, Finding]) -> Escaped:
+    rows = [(name, each.verdict, each.text) for name, each in found.items()]
+    tables = [table(("CHECK", "VERDICT", "FINDING"), rows)]
+    tables += [
+        table((name.upper(), "FIGURE"), list(each.figures.items())) for name, each in found.items() if each.figures
+    ]
+    verdicts = Counter(each.verdict for each in found.values())
+    return Escaped("\n\n".join([*tables, ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())]))
 
 
 def _schema(scratch: Scratch) -> Finding:

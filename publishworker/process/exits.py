@@ -1,3 +1,0 @@
-"""How the commands end: what a supervisor or a script may rely on."""
-
-DONE, FAILED, NOT_REACHED, WORK_LEFT = 0, 1, 3, 4

@@ -1,1 +1,0 @@
-"""`publishworker verify`: proves on a scratch database what the emulator cannot show."""
