@@ -212,7 +212,7 @@ def _topic(publisher: PublisherClient, topic: str, settings: WorkerSettings, all
     except (GoogleAPICallError, GoogleAuthError) as error:
         return "unreachable", f"topic {name}: {describe(error)}"
     used = [each for each in found.message_transforms if not each.disabled]
-    if transforms := ", ".join(each.javascript_udf.function_name or "without a name" for each in used):
-        effect = "one that drops messages loses tasks, and the inbox refuses messages without their attributes"
-        return "warning", f"topic {name} has message transforms ({transforms}): {effect}"
-    return "ok", f"topic {name}"
+    transforms = ", ".join(each.javascript_udf.function_name or "without a name" for each in used)
+    effect = "one that drops messages loses tasks, and the inbox refuses messages without their attributes"
+    warning = "warning", f"topic {name} has message transforms ({transforms}): {effect}"
+    return warning if used else ("ok", f"topic {name}")

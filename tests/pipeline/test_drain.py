@@ -190,7 +190,9 @@ def test_the_last_error_of_a_worker_reaches_the_summary(
 ):
     """The log of a worker is on its executor only."""
     register(database, topic, 1)
-    app = SimpleNamespace(store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: process.WORK_LEFT)
+    app = SimpleNamespace(
+        store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: process.WORK_LEFT
+    )
     monkeypatch.setattr(job, "App", lambda *_, **__: app)
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
     results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))
