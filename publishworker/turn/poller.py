@@ -110,7 +110,7 @@ class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
     Without it, polls would read ten rows for each task if 16 topics have a backlog, and a backlog of a single shard
-    would take seven times as long (tests/simulation/test_shares.py).
+    would take seven times as long (tests/simulation/test_promises.py).
 
     `per_range` doubles after a poll that cut ranges off and found fewer tasks than there is room for, because the
     others were in flight. It halves after a poll that returned more than twice the target.

@@ -8,7 +8,7 @@ from google.pubsub_v1 import Topic
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
-from tests.support.pubsub_server import PubSubServer, refuse
+from tests.support.rpc import PubSubServer, refuse
 from tests.support.spanner import INSTANCE, PROJECT, variables
 
 COMMANDS = ("run", "drain", "check")

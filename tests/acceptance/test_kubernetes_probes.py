@@ -11,10 +11,10 @@ from google.cloud.spanner_v1.database import Database
 from outbox.base.schedules import OUTAGE_PROBE
 from outbox.devtools.emulators import Emulators
 from tests.support.container import MEMORY_LIMIT, NOTICE_SECONDS, Probe, altered, peak_memory, settings
-from tests.support.outages import cpu_seconds, log_count, recorded, seconds_until
 from tests.support.proxy import Proxy
 from tests.support.relays import register, unsent, wait_until_all_sent, worker
 from tests.support.spanner import count
+from tests.support.trial import cpu_seconds, log_count, recorded, seconds_until
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]

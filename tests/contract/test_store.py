@@ -26,10 +26,9 @@ from publishworker.types import (
     TopicKey,
     Workers,
 )
-from tests.simulation.harness import SimulatedHarness
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
-from tests.support.store_harness import FakeHarness, Harness, SpannerHarness, poll_ids
+from tests.support.store_harness import FakeHarness, Harness, SimulatedHarness, SpannerHarness, poll_ids
 
 
 @pytest.fixture(params=["fake", "simulated", "spanner"])

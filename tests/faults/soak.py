@@ -20,11 +20,10 @@ from typing import NamedTuple
 from outbox.devtools import emulators
 from tests.faults.faults import BOTH, FAULTS, field_of
 from tests.support import spanner
-from tests.support.outages import lasting
 from tests.support.processes import Process
 from tests.support.pubsub import PubSub
 from tests.support.trial import Trial, in_background, rss_mb
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, lasting
 
 WORKERS = 3
 #: Transactions a second, of six tasks; one in five is rolled back.

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.faults.faults import Harm, away, broken, calls, field_of
-from tests.support.outages import lasting, recorded
 from tests.support.rpc import Fault
-from tests.support.trial import Trial
-from tests.support.waiting import eventually
+from tests.support.trial import Trial, recorded
+from tests.support.waiting import eventually, lasting
 
 NOTHING = "No task is lost or published twice."
 UNANSWERED = "No task is lost. At most the requests that Pub/Sub had not answered are published again."

@@ -12,12 +12,11 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.table import ddl
 from tests.support.inbox_subscriber import EFFECTS, LEASE_SECONDS
-from tests.support.outages import lasting
 from tests.support.processes import Process, started
 from tests.support.proxy import Proxy
 from tests.support.spanner import fresh_database, query
 from tests.support.trial import IN_FLIGHT, Trial
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, lasting
 
 #: Tasks before each fault, and how often all kinds of faults happen.
 TASKS, ROUNDS = 20, 1

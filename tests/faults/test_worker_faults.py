@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from tests.support.outages import lasting
 from tests.support.trial import IN_FLIGHT, Trial
+from tests.support.waiting import lasting
 
 
 def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
@@ -78,7 +78,7 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
 
     Promised: No task is lost or published twice. The worker goes on, and exits with 0 after SIGTERM.
     """
-    with trial.worker("--log-level", "debug", module="tests.support.full_disk") as worker:
+    with trial.worker("--log-level", "debug", FULL_DISK="1") as worker:
         with trial.load():
             lasting(fault_seconds)
         trial.settle()

@@ -21,8 +21,8 @@ from publishworker.types import LockedRow, Published
 from tests.support.commands import here
 from tests.support.fakes import serialized
 from tests.support.pubsub import PubSub
-from tests.support.pubsub_server import PubSubServer
 from tests.support.relays import register
+from tests.support.rpc import PubSubServer
 from tests.support.spanner import INSTANCE, PROJECT, place
 
 ENDPOINT = "europe-west1-pubsub.googleapis.com"

@@ -1,20 +1,27 @@
 """Each kustomization of k8s: it renders as its file in golden/, it is valid, and it agrees with the worker's code."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 from jsonschema import Draft202012Validator
 
+from outbox.admin.backlog import COUNT_LIMIT
 from outbox.cli import _parser
 from outbox.console.command import ConsoleSettings
+from outbox.devtools.child_process import LOOPBACK
+from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, running_one
 from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
+from outbox.table.ddl import DEFAULT_SHARDS
 from outbox.table.schema import SCHEMA_SECONDS
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.grants import GRANT_SECONDS
@@ -24,6 +31,7 @@ from tests.manifests.rendering import (
     OVERLAYS,
     ROOT,
     SPARK,
+    Objects,
     check_golden,
     container,
     environment,
@@ -36,6 +44,8 @@ from tests.manifests.rendering import (
     validate,
     worker,
 )
+from tests.support.processes import Process, run, started
+from tests.support.waiting import eventually
 
 #: Seconds from the end of the drain timeout to the end of the process: a commit (10), the heartbeat's row, metrics.
 GRACE_MARGIN = 15
@@ -175,3 +185,105 @@ def test_a_config_map_matches_the_schema(folder: Any) -> None:
     settings = [data for data in settings if any(name.startswith(PREFIX) for name in data)]
     assert len(settings) == 1
     VALIDATOR.validate(settings[0])
+
+
+TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
+PROSE = " ".join(TEXT.split())
+BLOCKS = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def figure(name: str) -> int:
+    [value] = re.findall(rf"^\| `?{re.escape(name)}`? \| ([\d,]+) \|", TEXT, re.MULTILINE)
+    return int(value.replace(",", ""))
+
+
+def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() -> None:
+    """The target is rate times seconds. The count of one topic can request all workers, one for each shard."""
+    scaler = the(rendered(OVERLAYS["production"]), "HorizontalPodAutoscaler")["spec"]
+    [metric] = scaler["metrics"]
+    target = figure("tasks a second and worker") * figure("seconds to clear the backlog")
+    assert target == figure("averageValue") == int(metric["external"]["target"]["averageValue"])
+    assert scaler["maxReplicas"] == DEFAULT_SHARDS == 10
+    wanted = target * scaler["maxReplicas"]
+    assert f"one worker for {target:,} pending tasks and ten for {wanted:,}." in PROSE
+    assert f"at most {COUNT_LIMIT:,} tasks for each shard and topic" in PROSE
+    assert wanted <= COUNT_LIMIT * DEFAULT_SHARDS
+    down = scaler["behavior"]["scaleDown"]
+    assert (down["stabilizationWindowSeconds"], down["policies"][0]["periodSeconds"]) == (600, 60)
+    assert "fewer workers for ten minutes, the autoscaler removes one per minute" in PROSE
+
+
+def test_a_standby_cluster_has_no_replicas(tmp_path: Path) -> None:
+    """The page's entry also works in an overlay with the autoscaler, which removes the number of replicas."""
+    overlay = {"resources": [os.path.relpath(OVERLAYS["production"], tmp_path)], **yaml.safe_load(BLOCKS[1])}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    assert worker(rendered(tmp_path))["spec"]["replicas"] == 0
+
+
+#: Where the image and the ConfigMap put files of the repository.
+FOLDERS = {"/opt/examples": ROOT / "docs" / "examples", "/opt/development": OVERLAYS["development"]}
+
+
+def variables(objects: Objects, pod: str, name: str, emulators: Emulators, scratch: Path) -> dict[str, str]:
+    deployment = the(objects, "Deployment", pod)
+    values = environment(objects, deployment["spec"]["template"], container(deployment, name))
+    here = {"emulators:9010": emulators.spanner_host, "emulators:8085": emulators.pubsub_host, "/tmp": str(scratch)}
+    here |= {folder: str(path) for folder, path in FOLDERS.items()}
+    for there, path in here.items():
+        values = {variable: value.replace(there, path) for variable, value in values.items()}
+    return values
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
+    """The init containers run twice, as they do when a worker starts again. The probe finds the heartbeat file."""
+    objects = rendered(OVERLAYS["development"])
+
+    @contextlib.contextmanager
+    def running(pod: str, name: str) -> Iterator[Process]:
+        found = container(the(objects, "Deployment", pod), name)
+        # The entry points of our two images.
+        entry = [] if found["image"].startswith("publishworker-demo:") else ["publishworker"]
+        module, *arguments = found.get("command") or [*entry, *found["args"]]
+        with started(module, *arguments, environment=variables(objects, pod, name, emulators, tmp_path)) as process:
+            yield process
+
+    def received(process: Process) -> int:
+        return max(map(int, re.findall(r"(\d+) of \d+ received", process.stdout)), default=0)
+
+    def probe() -> int:
+        command = container(worker(objects), "publishworker")["startupProbe"]["exec"]["command"]
+        given = variables(objects, "publishworker", "publishworker", emulators, tmp_path)
+        return run(*command, environment=given).code
+
+    init = [each["name"] for each in worker(objects)["spec"]["template"]["spec"]["initContainers"]]
+    assert init == ["prepare", "schema"]
+    for name in init * 2:
+        with running("publishworker", name) as process:
+            assert process.wait(60) == 0
+    assert probe() == 1
+    with running("publishworker", "publishworker") as relay:
+        with running("orders", "orders") as orders:
+            eventually(lambda: received(orders) >= 5, seconds=60, message="tasks received")
+            assert probe() == 0
+            orders.stop()
+            assert orders.wait() == 0
+        relay.stop()
+        assert relay.wait() == 0
+        lines = [json.loads(line) for line in relay.stderr.splitlines()]  # OUTBOX_LOG_FORMAT
+    assert {"start", "stopped"} <= {line["action"] for line in lines}
+
+
+@pytest.mark.usefixtures("emulators")  # skips where there are none
+def test_the_emulators_are_started_as_outbox_emulators_does() -> None:
+    """The same programs below the SDK's root, but for the address: pods call them from outside; flags are known."""
+    deployment = the(rendered(OVERLAYS["development"]), "Deployment", "emulators")
+    for name, program in (("spanner", SPANNER), ("pubsub", PUBSUB)):
+        found = container(deployment, name)
+        command = " ".join(found["command"])
+        port = found["ports"][0]["containerPort"]
+        wanted = " ".join([f"/google-cloud-sdk/{program.path}", *program.arguments])
+        assert command.startswith(wanted.replace(LOOPBACK, "0.0.0.0").replace("{port}", str(port)))
+    with running_one(SPANNER, flags=container(deployment, "spanner")["command"][3:]) as host:
+        assert host

@@ -10,8 +10,8 @@ import yaml
 
 from publishworker.telemetry.clients import attribute_of
 from publishworker.telemetry.metrics import PIPELINE
-from tests.manifests.datadog_queries import ALARM, BURN_RATE, METRIC, MONITORS, OURS, ROOT, SLO
 from tests.manifests.rendering import validate
+from tests.manifests.test_datadog import ALARM, BURN_RATE, METRIC, MONITORS, OURS, ROOT, SLO
 
 RULES: dict[str, Any] = yaml.safe_load((ROOT / "k8s/prometheus/rules.yaml").read_text(encoding="utf-8"))
 [GROUP] = RULES["spec"]["groups"]

@@ -1,19 +1,25 @@
-"""The jobs of k8s/spark agree with the pipeline's code, its image and the worker's namespace."""
+"""The jobs of k8s/spark: they agree with the pipeline's code and image, and pip's Spark runs what they name."""
 
 import contextlib
-import io
+import json
+import os
 import re
+import subprocess
+import sys
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import pyspark
 import pytest
 
-from outbox.errors import SettingError
 from outbox.program.settings import fields_of
-from outbox_pipeline.cli import _parser
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ
-from tests.manifests.rendering import ROOT, SPARK, Object, rendered, the
-from tests.manifests.test_dockerfile import instructions, variables
+from tests.manifests.rendering import ROOT, SPARK, Object, Objects, programs, rendered, rendered_text, the, validate
+from tests.manifests.test_deploy_page import instructions, refusals, variables
 
 ROLES = ("driver", "executor")
 
@@ -26,19 +32,6 @@ def spec(name: str) -> Object:
 
 def settings() -> dict[str, str]:
     return dict(the(rendered(SPARK), "ConfigMap")["data"])
-
-
-def refusals(words: list[str], environment: dict[str, str]) -> Iterator[str]:
-    """Yield why the command or the settings of a job refuse these arguments in an environment."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            options = _parser().parse_args(words)
-        options.settings.read(vars(options), environment)
-    except SettingError as error:
-        yield str(error)
-    except SystemExit:
-        yield output.getvalue()
 
 
 @each_job
@@ -89,3 +82,207 @@ def test_only_the_archive_is_restarted_and_always_in_time() -> None:
     assert last <= (DEFAULT_RETENTION - TIME_TO_READ).total_seconds()
     assert archive["schedule"] != register["schedule"]
     assert archive["concurrencyPolicy"] == register["concurrencyPolicy"] == "Forbid"
+
+
+ENTRY = SPARK / "entrypoint.sh"
+#: Java starts with half of the CPU time without its second compiler and with one thread to collect garbage.
+JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+#: The variables of an executor; the names are those in org.apache.spark.deploy.k8s.Constants.
+EXECUTOR = {
+    "SPARK_DRIVER_URL": "spark://CoarseGrainedScheduler@127.0.0.1:9",
+    "SPARK_EXECUTOR_ID": "3",
+    "SPARK_EXECUTOR_CORES": "2",
+    "SPARK_EXECUTOR_MEMORY": "512m",
+    "SPARK_APPLICATION_ID": "spark-application-1",
+    "SPARK_EXECUTOR_POD_IP": "127.0.0.1",
+    "SPARK_EXECUTOR_POD_NAME": "outbox-archive-exec-3",
+    "SPARK_RESOURCE_PROFILE_ID": "0",
+}
+RECORDER = '#!/bin/bash\nprintf \'%s\\0\' "$0" "$@"\nexit 7\n'
+#: Accepts the flags that our entry point gives to tini, and becomes the program.
+TINI = '#!/bin/bash\n[ "$1 $2" = "-s --" ] || exit 64\nshift 2\nexec "$@"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for path in ("bin/tini", "bin/java", "home/bin/java", "spark/bin/spark-submit"):
+        program = tmp_path / path
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(TINI if program.name == "tini" else RECORDER)
+        program.chmod(0o755)
+    return tmp_path
+
+
+def entry(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    variables = {"PATH": path, "SPARK_HOME": str(folder / "spark"), "HOME": str(folder), "LANG": "C.UTF-8"} | more
+    command = [str(ENTRY), *arguments]
+    return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+def words(folder: Path, *arguments: str, **more: str) -> list[str]:
+    done = entry(folder, *arguments, **more)
+    assert done.returncode == 7, done.stderr  # the program's own
+    program, *found = done.stdout.split("\0")[:-1]
+    return [str(Path(program).relative_to(folder)), *found]
+
+
+def test_a_driver_is_spark_submit_and_another_command_is_itself(folder: Path) -> None:
+    """A driver runs in the pod, bound to its address; each argument of Spark or `docker run` stays one word."""
+    given = ["--properties-file", "/opt/spark/conf/spark.properties", "local:///x/__main__.py", "archive", "two words"]
+    assert words(folder, "driver", *given, SPARK_DRIVER_BIND_ADDRESS="10.0.0.7") == [
+        "spark/bin/spark-submit", "--conf", "spark.driver.bindAddress=10.0.0.7", "--deploy-mode", "client", *given,
+    ]  # fmt: skip
+    assert words(folder, "java", "-m", "two words", "") == ["bin/java", "-m", "two words", ""]
+
+
+def test_an_executor_is_java_with_all_that_the_driver_set(folder: Path) -> None:
+    """More than ten options in their order, configuration before jars, and Java of JAVA_HOME before that of PATH."""
+    options = {f"SPARK_JAVA_OPT_{number}": f"-Dx{number}=a b" for number in range(12)}
+    more = {"SPARK_CONF_DIR": "/opt/spark/conf", "HADOOP_CONF_DIR": "/opt/hadoop/conf", "SPARK_CLASSPATH": "/more/*"}
+    assert words(folder, "executor", **EXECUTOR, **options, **more, JAVA_HOME=str(folder / "home")) == [
+        "home/bin/java", *options.values(), "-Xms512m", "-Xmx512m", "-cp",
+        f"/opt/spark/conf:/opt/hadoop/conf:/more/*:{folder}/spark/jars/*",
+        "org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend",
+        "--driver-url", EXECUTOR["SPARK_DRIVER_URL"],
+        "--executor-id", "3",
+        "--cores", "2",
+        "--app-id", "spark-application-1",
+        "--hostname", "127.0.0.1",
+        "--resourceProfileId", "0",
+        "--podName", "outbox-archive-exec-3",
+    ]  # fmt: skip
+
+
+def test_a_variable_that_is_missing_is_named(folder: Path) -> None:
+    """A Spark that sets other variables fails at once, not by a driver that waits for executors."""
+    for name in EXECUTOR:
+        done = entry(folder, "executor", **{key: value for key, value in EXECUTOR.items() if key != name})
+        assert (done.returncode, f"{name}: unbound variable" in done.stderr) == (1, True), name
+
+
+@pytest.fixture
+def spark(folder: Path) -> dict[str, str]:
+    programs("java")
+    (folder / "bin" / "java").unlink()
+    return JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}
+
+
+@pytest.mark.long("only another version of Spark refuses what the tests above pin")
+def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: dict[str, str]) -> None:
+    """PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules."""
+    job = folder / "job" / "__main__.py"
+    job.parent.mkdir()
+    (job.parent / "settings.py").write_text("")
+    job.write_text(
+        "import importlib.util, sys, pyspark\n"
+        "print(sys.argv[1:], importlib.util.find_spec('settings'), pyspark.__version__)\n"
+        "sys.exit(3)\n"
+    )
+    properties = folder / "spark.properties"
+    properties.write_text("spark.master=local[1]\nspark.submit.deployMode=cluster\n")
+    given = ["--properties-file", str(properties), "--class", "org.apache.spark.deploy.PythonRunner", f"local://{job}"]
+    here = {"SPARK_DRIVER_BIND_ADDRESS": "127.0.0.1", "PYTHONSAFEPATH": "1"}
+    done = entry(folder, "driver", *given, "archive", "--window", "1d", **spark, **here)
+    pinned = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("pyspark=="))
+    assert f"['archive', '--window', '1d'] None {pinned.split()[0].removeprefix('pyspark==')}\n" in done.stdout, (
+        done.stderr
+    )
+    assert done.returncode == 3, done.stderr
+
+
+@pytest.mark.long("only another version of Spark refuses what the tests above pin")
+def test_pips_spark_has_the_executor_that_is_started(folder: Path, spark: dict[str, str]) -> None:
+    """It accepts these words and connects to its driver; nothing listens there."""
+    options = {"SPARK_JAVA_OPT_0": "-Dspark.rpc.askTimeout=5s", "SPARK_JAVA_OPT_1": "-Dspark.rpc.io.maxRetries=0"}
+    done = entry(folder, "executor", **EXECUTOR, **options, **spark)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "Failed to connect to /127.0.0.1:9" in output, output
+    assert "Usage" not in output
+
+
+@contextlib.contextmanager
+def api() -> Iterator[tuple[str, dict[str, Objects]]]:
+    """Serve the API of Kubernetes on this machine. Yield its address, and all objects that it receives, by kind."""
+    created: dict[str, Objects] = defaultdict(list)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def keep(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            created[body["kind"]].append(body)
+            given = {"uid": "1", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
+            raw = json.dumps(body | {"metadata": body["metadata"] | given, "status": {"phase": "Running"}}).encode()
+            self.send_response(201)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        do_POST = do_PATCH = keep  # noqa: N815 - names of http.server
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Write no access log."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", created
+        server.shutdown()
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> dict[str, Objects]:
+    programs("java")
+    folder = tmp_path
+    (folder / "tini").write_text(TINI)
+    (folder / "tini").chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PATH": path, "HOME": str(folder), "KUBECONFIG": "/dev/null", "LANG": "C.UTF-8", "TMPDIR": str(folder)}
+    variables |= JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "SPARK_LOCAL_IP": "127.0.0.1"}
+    with api() as (address, created):
+        flags = ["--master", f"k8s://{address}", "--conf", "spark.kubernetes.submission.waitAppCompletion=false"]
+        done = submit("outbox-archive", *flags, variables=variables)
+        assert done.returncode == 0, done.stderr
+    return created
+
+
+def submit(*arguments: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SPARK / "submit.py"), *arguments]
+    text = rendered_text(SPARK)
+    return subprocess.run(command, input=text, env=variables, capture_output=True, text=True, check=False, timeout=120)
+
+
+def keeps_the_rules(pod: Object) -> None:
+    """Assert that Kubernetes accepts a pod, "restricted" admits it, and its memory and volumes are bounded."""
+    validate(pod)
+    [found] = pod["spec"]["containers"]
+    assert found["resources"]["requests"]["memory"] == found["resources"]["limits"]["memory"]
+    # Spark's own volumes are ConfigMaps; it created no emptyDir, because the template has the one that it needs.
+    assert [each["name"] for each in pod["spec"]["volumes"] if "emptyDir" in each] == ["tmp", "spark-local-dir-1"]
+    assert {"name": "SPARK_LOCAL_DIRS", "value": "/var/data/spark"} in found["env"]
+    assert pod["metadata"]["labels"]["tags.datadoghq.com/version"] == found["image"].partition(":")[2]
+    assert pod["spec"]["serviceAccountName"] == "outbox-pipeline"
+
+
+@pytest.mark.extended
+def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: dict[str, Objects]) -> None:
+    """The template, the arguments for the image's entry point, and only objects that the page names."""
+    keeps_the_rules(submitted["Pod"][0])
+    [found] = submitted["Pod"][0]["spec"]["containers"]
+    assert found["args"][0] == "driver"
+    file = "local:///opt/pipeline/lib/python3.11/site-packages/outbox_pipeline/__main__.py"
+    assert found["args"][-6:] == [file, "archive", "--archive", "gs://my-bucket/archive", "--window", "1d"]
+    # 2g for Java and 1g for Python.
+    assert found["resources"]["limits"] == {"memory": "3072Mi"}
+    # The submitter needs the right to make these; since Spark 4.2 a NetworkPolicy is among them.
+    assert set(submitted) == {"Pod", "Service", "ConfigMap", "NetworkPolicy"}
+    page = (ROOT / "docs/operations/pipeline-deploy.md").read_text(encoding="utf-8")
+    assert [kind for kind in submitted if f"`{kind}`" not in page] == []
+
+
+def test_a_job_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    """The error lists the jobs, and nothing is submitted."""
+    done = submit("archive", variables={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (1, "no job archive: outbox-archive, outbox-audit, outbox-register\n")

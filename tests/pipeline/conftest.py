@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.spark import session as jobs_session
 from tests.support import cluster, quick, spanner
 from tests.support.cluster import Cluster
+from tests.support.pipeline import Case
 
 # In processes of minutes, the second compiler of the JVM costs more than it gains.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
@@ -68,6 +70,11 @@ def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def target(database: Database) -> DatabaseSettings:
     return spanner.place(str(database.database_id))
+
+
+@pytest.fixture
+def case(spark: SparkSession, database: Database, tmp_path: Path) -> Case:
+    return Case(spark, database, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
-from pyspark.sql import SparkSession
 
 from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
@@ -21,25 +22,26 @@ from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
+from outbox_pipeline.jobs.audit.job import Audited
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.spark_tasks import read_partitions
 from outbox_pipeline.spark.stack_traces import spark_errors
 from publishworker.telemetry import clients
-from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro
+from tests.support.fakes import serialized
 from tests.support.operations import insert, insert_cancelled, row
-from tests.support.pipeline import options, write_lines
+from tests.support.pipeline import DAY, NEXT_DAY, Case, edit, options, remove, sent, windows_of, write_lines
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 AT = DAY + HOUR  # in the middle of the window
 
 
-def settings(target: DatabaseSettings, folder: Path, **given: str) -> AuditSettings:
-    usual = {"received": f"{folder}/received.jsonl", "output": f"{folder}/report"}
-    return AuditSettings.read(options(target, since=shown(DAY), until=shown(NEXT_DAY), **usual) | given, {})
+def audited(case: Case, **given: Any) -> Audited:
+    usual = {"received": f"{case.folder}/received.jsonl", "output": f"{case.folder}/report"}
+    window = {"since": DAY, "until": NEXT_DAY}
+    return audit.run(case.spark, AuditSettings.read(case.options(**window | usual | given), {}))
 
 
 def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dict[str, Any]:
@@ -56,10 +58,8 @@ def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
     write_lines(folder / "received.jsonl", messages)
 
 
-def test_tasks_of_table_and_archive_are_compared_with_files(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
-    tasks_here_and_there(spark, target, database, tmp_path / "archive")
+def test_tasks_of_table_and_archive_are_compared_with_files(case: Case):
+    tasks_here_and_there(case)
     # One sent task has no message, another one has other data, and some messages have no task.
     messages = [
         *(message(id, AT + 2 * SECOND) for id in ("purged", "again", "cancelled")),
@@ -70,17 +70,17 @@ def test_tasks_of_table_and_archive_are_compared_with_files(
         message("foreign", AT, attributes='{"x": "y"}'),
         message("broken", AT, attributes="{"),
     ]
-    receive(tmp_path, messages)
-    given = settings(target, tmp_path, archive=str(tmp_path / "archive"))
-    found = audit.run(spark, given)
+    receive(case.folder, messages)
+    given = {"archive": str(case.folder / "archive")}
+    found = audited(case, **given)
     counts = {"tasks": 9, "delivered": 4, "lost": 1, "pending": 2, "dead": 1, "cancelled": 1, "messages": 5}
     assert {name: getattr(found, name) for name in counts} == counts
     assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 1, 1)
     assert found.cancelled_after_publish == 1
     assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
-    shows_what_is_lost(tmp_path / "report")
+    shows_what_is_lost(case.folder / "report")
     with pytest.raises(OutboxError, match=r"exists\. Each audit needs a new folder"):
-        audit.run(spark, given)
+        audited(case, **given)
 
 
 @pytest.mark.usefixtures("spark")
@@ -96,8 +96,8 @@ def test_the_table_is_divided_for_the_executors_that_there_are_or_will_be():
     assert read_partitions(mock.Mock(conf=dynamic, sparkContext=context)) == 200
 
 
-def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database: Database, folder: Path) -> None:
-    """Archive and purge three tasks into `folder`, and archive two cancelled ones.
+def tasks_here_and_there(case: Case) -> None:
+    """Archive and purge three tasks, and archive two cancelled ones.
 
     Insert others into the table. One of them was sent again since, and one was restored.
     """
@@ -105,21 +105,17 @@ def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database
     def task(id: str, **columns: Any) -> dict[str, Any]:
         return row(id, Data=b"\x0a\x04data", CreatedAt=AT, **columns)
 
-    insert(database, [task(id, SentAt=AT + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
-    insert_cancelled(database, [task("cancelled"), task("restored")], AT + 5 * SECOND)
-    done = archive.run(spark, settings_of(target, folder), purge=True, late=True)
+    case.insert([task(id, SentAt=AT + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
+    insert_cancelled(case.database, [task("cancelled"), task("restored")], AT + 5 * SECOND)
+    done = case.archive(to=case.folder / "archive", purge=True, late=True)
     assert (done.written, done.deleted) == (5, 3)
-    with database.batch() as batch:
+    with case.database.batch() as batch:
         batch.delete(CANCELLED, KeySet(keys=[["restored"]]))
-    more = [
-        task("restored"),
-        task("again", SentAt=AT + 2 * HOUR),
-        task("in the table", SentAt=AT + 5 * SECOND),
-        task("waits"),
-    ]
-    more.append(task("dead", AvailableAt=NEVER, LastError="too large"))
-    more.append(row("yesterday", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT))
-    insert(database, more)
+    case.insert([
+        task("restored"), task("again", SentAt=AT + 2 * HOUR), task("in the table", SentAt=AT + 5 * SECOND),
+        task("waits"), task("dead", AvailableAt=NEVER, LastError="too large"),
+        row("yesterday", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT),
+    ])  # fmt: skip
 
 
 def shows_what_is_lost(report: Path) -> None:
@@ -140,37 +136,33 @@ def shows_what_is_lost(report: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - seven fixtures
-    spark: SparkSession,
-    target: DatabaseSettings,
-    database: Database,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+def test_the_exit_code_is_1_if_a_task_is_lost(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     for name in ("project", "instance", "database"):
-        monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
+        monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(case.target, name))
     client = mock.Mock()
     monkeypatch.setattr(clients, "_datadog", lambda: client)
-    received = str(tmp_path / "received.parquet")
+    received = str(case.folder / "received.parquet")
     columns = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>"
     messages = [("1", AT, {TASK_ID_ATTRIBUTE: "one"}), ("2", AT, {TASK_ID_ATTRIBUTE: "one"})]
-    spark.createDataFrame(messages, columns).write.parquet(received)
+    case.spark.createDataFrame(messages, columns).write.parquet(received)
 
     def job(output: str, *more: str) -> int:
-        arguments = ["audit", "--received", received, "--output", f"{tmp_path}/{output}", "--json", *more]
+        arguments = ["audit", "--received", received, "--output", f"{case.folder}/{output}", "--json", *more]
         return cli.main(arguments)
 
     assert job("empty") == 1
     assert job("none", "--allow-empty") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["unknown"] == 1, "other findings"
-    insert(database, [row("one", CreatedAt=AT, SentAt=AT), row("two", CreatedAt=AT, SentAt=AT)])
+    case.insert([row("one", CreatedAt=AT, SentAt=AT), row("two", CreatedAt=AT, SentAt=AT)])
     assert job("one") == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["republished"], summary["lost"]) == (1, 1)
     assert "1 task is lost: sent, but not received within --grace" in caplog.text
-    assert cli.main(["audit", "--received-table", f"parquet.`{received}`", "--output", f"{tmp_path}/t", "--json"]) == 1
+    assert (
+        cli.main(["audit", "--received-table", f"parquet.`{received}`", "--output", f"{case.folder}/t", "--json"]) == 1
+    )
     of_table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {name for name in summary if of_table[name] != summary[name]} == {"until", "report", "seconds"}
     assert job("young", "--until", "5m") == 2
@@ -233,19 +225,19 @@ def test_the_inbox_of_a_subscriber_is_compared(
         assert sentence in capsys.readouterr().err
 
 
-def test_an_invalid_audit_is_refused(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
-    receive(tmp_path, [])
+def test_an_invalid_audit_is_refused(case: Case):
+    receive(case.folder, [])
     with pytest.raises(SettingError, match=r"--since .* is not before the end of the window"):
-        audit.run(spark, settings(target, tmp_path, since=shown(DAY), until=shown(DAY)))
-    foreign = tmp_path / "foreign.jsonl"
+        audited(case, until=DAY)
+    foreign = case.folder / "foreign.jsonl"
     foreign.write_text('{"id": 1}\n' * 3)
     with pytest.raises(OutboxError, match=r"None of the 3 rows or lines of .*foreign\.jsonl is a received message"):
-        audit.run(spark, settings(target, tmp_path, received=str(foreign), received_format="json"))
+        audited(case, received=str(foreign), received_format="json")
     with pytest.raises(OutboxError, match="not there has no finished window"):
-        audit.run(spark, settings(target, tmp_path, archive=str(tmp_path / "not there")))
+        audited(case, archive=str(case.folder / "not there"))
     early = shown(datetime.now(UTC) - 2 * HOUR)
     with pytest.raises(SettingError, match="the tasks and messages are known until"):
-        audit.run(spark, settings(target, tmp_path, received_until=early, until="15m", since=""))
+        audited(case, received_until=early, until="15m", since="")
 
 
 @pytest.mark.usefixtures("in_process")
@@ -267,13 +259,11 @@ def test_an_audit_without_tasks_fails_unless_it_is_allowed(
     assert "Nothing was audited" not in capsys.readouterr().out
 
 
-def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
+def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(case: Case):
     ids = [str(number) for number in range(2_005)]  # more than one Arrow batch
     data = b"\x0a\x04data"
-    insert(database, [row(id, Data=data, CreatedAt=AT, SentAt=AT + SECOND) for id in [*ids, "lost", "other", "keyed"]])
-    folder = tmp_path / "received"
+    case.insert([row(id, Data=data, CreatedAt=AT, SentAt=AT + SECOND) for id in [*ids, "lost", "other", "keyed"]])
+    folder = case.folder / "received"
     folder.mkdir()
     messages = [avro_message(id, AT + SECOND / 2, {TASK_ID_ATTRIBUTE: id}, b"data") for id in ids]
     write_avro(folder / "1.avro", messages)
@@ -281,16 +271,64 @@ def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(
     more = [messages[0], keyed, avro_message("other", AT, {TASK_ID_ATTRIBUTE: "other"}, b"tada")]
     write_avro(folder / "2.avro", [*more, avro_message("foreign", AT, {})])
     given = {"received": f"{folder}/*.avro"}
-    found = audit.run(spark, settings(target, tmp_path, **given))
+    found = audited(case, **given)
     assert (found.tasks, found.delivered, found.lost) == (2_008, 2_007, 1)
     assert (found.redelivered, found.mismatched, found.foreign, found.unreadable) == (1, 1, 1, 0)
-    assert json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))["latency"]["p50"] == 0.5
+    assert json.loads((case.folder / "report" / "summary.json").read_text(encoding="utf-8"))["latency"]["p50"] == 0.5
 
     damaged = folder / "3.avro"
     damaged.write_bytes((folder / "1.avro").read_bytes()[:-20])
-    given["output"] = f"{tmp_path}/none"
+    given["output"] = f"{case.folder}/none"
     with pytest.raises(OutboxError, match=r"3\.avro is not a complete Avro file"), spark_errors():
-        audit.run(spark, settings(target, tmp_path, **given))
+        audited(case, **given)
     write_avro(damaged, [{"data": b""}], {**SCHEMA, "fields": SCHEMA["fields"][-1:]})
     with pytest.raises(SettingError, match=r"3\.avro has no field message_id\. Set write_metadata"), spark_errors():
-        audit.run(spark, settings(target, tmp_path, **given))
+        audited(case, **given)
+
+
+#: Later columns than those without which there is no task. In the table, some have a default and others may be NULL.
+LATER = ("AtMostOnce", "BlockedBy", "TimesSent", "CancelledAt")
+
+
+def of_another_version(case: Case, *, purge: bool) -> Path:
+    """Archive two tasks; return the archive."""
+    case.insert([sent(id, AT, CreatedAt=AT, Data=serialized(b"data"), OrderingKey="k") for id in ("received", "lost")])
+    assert case.archive(to=case.folder / "archive", late=True, purge=purge).written == 2
+    return case.folder / "archive"
+
+
+def change(folder: Path, *dropped: str, adds: bool = False) -> None:
+    """Write the files of an archive with a column more or less than the table."""
+    for file in folder.rglob("*.parquet"):
+        rows = pq.read_table(file, partitioning=None).drop_columns(list(dropped))
+        remove(file)
+        pq.write_table(rows.append_column("Added", pa.array([7] * len(rows))) if adds else rows, file)
+
+
+def test_an_archive_of_another_version_is_audited_and_replayed(case: Case):
+    """Its files have a column more or less than the table."""
+    files = of_another_version(case, purge=True)
+    change(files, *LATER, adds=True)
+    receive(case.folder, [message("received", AT)])
+    found = audited(case, tasks="archive", archive=str(files), until=DAY + 20 * HOUR)
+    assert (found.tasks, found.delivered, found.lost) == (2, 1, 1)
+    assert case.replay(archive=str(files), where="true").registered == 2
+    same = {"Topic": "orders", "Data": base64.b64encode(serialized(b"data")), "OrderingKey": "k", "CreatedAt": AT}
+    same |= {"Sequence": None, "Priority": 50, "AtMostOnce": False, "BlockedBy": None}
+    assert {id: {name: each[name] for name in same} for id, each in case.rows().items()} == dict.fromkeys(
+        ("received", "lost"), same
+    )
+
+
+def test_an_archive_of_another_version_is_purged_or_one_sentence_says_why_not(case: Case):
+    """This version cannot prove a column that it does not know, so it deletes nothing."""
+    files = of_another_version(case, purge=False)
+    [window] = windows_of(files)
+    change(files, adds=True)
+    edit(window, checksum="7")
+    with pytest.raises(OutboxError, match=r"not purged.* If a later version of the package wrote them, upgrade this"):
+        case.archive(to=files, purge=True)
+    assert len(case.rows()) == 2
+    edit(window, checksum=window["checksum"])
+    change(files, "Added", "BlockedBy", "CancelledAt")
+    assert case.archive(to=files, purge=True).deleted == 2

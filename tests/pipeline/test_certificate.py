@@ -24,10 +24,9 @@ from outbox_pipeline.jobs.archive.log import commit_name
 from outbox_pipeline.jobs.audit.attributes import sha256_of
 from outbox_pipeline.spark.files import Folder
 from publishworker.telemetry import clients
-from tests.support.archives import remove
 from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
 from tests.support.operations import insert, row
-from tests.support.pipeline import write_lines
+from tests.support.pipeline import remove, write_lines
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.usefixtures("in_process"), pytest.mark.timeout(600)]

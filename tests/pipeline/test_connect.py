@@ -4,19 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyspark
 import pytest
-from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
 from outbox.devtools.emulators import Emulators
-from outbox.program.settings import DatabaseSettings
-from outbox_pipeline.jobs.archive import job as archive
-from tests.support.archives import DAY, sent, settings_of
-from tests.support.operations import insert, rows_of
-from tests.support.pipeline import options
+from tests.support.pipeline import DAY, Case, options, sent
 from tests.support.processes import ROOT
 
 
@@ -31,20 +25,13 @@ def server(spark: SparkSession) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_source_sink_register_and_archive_need_no_jvm(  # noqa: PLR0917 - fixtures
-    server: str,
-    spark: SparkSession,
-    target: DatabaseSettings,
-    database: Database,
-    emulators: Emulators,
-    tmp_path: Path,
-):
-    insert(database, [sent("purged", DAY)])
-    archive.run(spark, settings_of(target, tmp_path / "archive"), purge=True, late=True)
-    insert(database, [sent("sent", DAY)])
-    client = [sys.executable, "-m", "tests.support.connect_client", server, str(tmp_path)]
+def test_source_sink_register_and_archive_need_no_jvm(case: Case, server: str, emulators: Emulators):
+    case.insert([sent("purged", DAY)])
+    case.archive(to=case.folder / "archive", purge=True, late=True)
+    case.insert([sent("sent", DAY)])
+    client = [sys.executable, "-m", "tests.support.connect_client", server, str(case.folder)]
     done = subprocess.run(
-        [*client, *(f"{name}={value}" for name, value in options(target).items())],
+        [*client, *(f"{name}={value}" for name, value in options(case.target).items())],
         check=False, cwd=ROOT, env=os.environ | emulators.environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -57,4 +44,4 @@ def test_source_sink_register_and_archive_need_no_jvm(  # noqa: PLR0917 - fixtur
         "archived": ["purged"],
     }
     written = {*(f"{number} written" for number in range(20)), *["of a stream"][: pyspark.__version__ >= "4.1"]}
-    assert rows_of(database).keys() == {*ids, "sent", *written}
+    assert case.rows().keys() == {*ids, "sent", *written}

@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
-from pyspark.sql import SparkSession
 
 import outbox
 from outbox.devtools.emulators import Emulators
@@ -34,7 +33,7 @@ from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.write_errors import StoreError, TimedOut
 from tests.support.operations import FUTURE, insert, limit, pause, row
-from tests.support.pipeline import options, write_received
+from tests.support.pipeline import Case, options, write_received
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
@@ -145,12 +144,10 @@ def test_the_deadline_stops_a_drain_with_work_left(drain: Drain, database: Datab
     assert heartbeats(database) == {}
 
 
-def test_a_live_worker_keeps_its_shards(
-    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_live_worker_keeps_its_shards(case: Case, topic: str, monkeypatch: pytest.MonkeyPatch):
     """The drain sends no task of a live worker's shards. After that worker has left, another round sends them."""
-    settings = settings_of(target)
-    register(database, topic, 100)
+    settings = settings_of(case.target)
+    register(case.database, topic, 100)
     notes: list[str] = []
     with contextlib.ExitStack() as beside:
         beside.enter_context(living(settings, "a worker"))
@@ -161,43 +158,39 @@ def test_a_live_worker_keeps_its_shards(
                 beside.close()
 
         monkeypatch.setattr(job._log, "info", note)
-        done = job.run(spark, settings)
+        done = job.run(case.spark, settings)
     assert done.rounds == len(notes) >= 2
     assert notes[0] == "Round 1: 2 workers"
     assert (done.pending, done.published >= 100) == (0, True)
 
 
-def test_a_failed_round_deletes_its_heartbeats(
-    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_round_deletes_its_heartbeats(case: Case, topic: str, monkeypatch: pytest.MonkeyPatch):
     """All heartbeats exist before the first worker starts, and none stays, so live workers get the shards at once."""
-    register(database, topic, 1)
+    register(case.database, topic, 1)
     there = []
 
     def fail(*_arguments: object) -> None:
-        there.extend(heartbeats(database))
+        there.extend(heartbeats(case.database))
         raise OutboxError("no workers today")
 
     monkeypatch.setattr(job, "map_rows", fail)
     with pytest.raises(OutboxError, match="no workers today"):
-        job.run(spark, settings_of(target))
+        job.run(case.spark, settings_of(case.target))
     assert len(there) == 2
-    assert heartbeats(database) == {}
+    assert heartbeats(case.database) == {}
 
 
-def test_the_last_error_of_a_worker_reaches_the_summary(
-    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_last_error_of_a_worker_reaches_the_summary(case: Case, topic: str, monkeypatch: pytest.MonkeyPatch):
     """The log of a worker is on its executor only."""
-    register(database, topic, 1)
+    register(case.database, topic, 1)
     app = SimpleNamespace(
         store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: process.WORK_LEFT
     )
     monkeypatch.setattr(job, "App", lambda *_, **__: app)
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
-    results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))
-    monkeypatch.setattr(job, "map_rows", lambda _rows, schema, *_: spark.createDataFrame(results[0], schema))
-    done = job.run(spark, settings_of(target), deadline=5)  # the first round begins within it
+    results = list(job.run_workers(settings_of(case.target), ["one"], None, iter([[{"id": 0}]])))
+    monkeypatch.setattr(job, "map_rows", lambda _rows, schema, *_: case.spark.createDataFrame(results[0], schema))
+    done = job.run(case.spark, settings_of(case.target), deadline=5)  # the first round begins within it
     assert (done.work_left, done.pending, done.last_error) == (True, 1, "504 no answer")
 
 
@@ -231,28 +224,21 @@ def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Proce
         assert [each.wait() for each in both] == [0, 0]
 
 
-def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: PLR0917 - fixtures
-    spark: SparkSession,
-    target: DatabaseSettings,
-    database: Database,
-    emulators: Emulators,
-    pubsub: PubSub,
-    tmp_path: Path,
-):
+def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(case: Case, emulators: Emulators, pubsub: PubSub):
     """SIGKILL to every Python of Spark while its workers relay along with two others: all is received, keys in order.
 
     One worker divides the shards with those on Spark, the other polls all. What this test counts, the audit finds.
     """
     topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic, ordered=True)
-    ids = register(database, topic, 160) + register_keys(database, topic, keys=8, commits=10)
-    limit(database, topic, 8.0)  # until all are there there is something left to do
-    with ThreadPoolExecutor(1) as pool, two_workers(emulators, database) as workers:
-        running = pool.submit(job.run, spark, settings_of(target))
+    ids = register(case.database, topic, 160) + register_keys(case.database, topic, keys=8, commits=10)
+    limit(case.database, topic, 8.0)  # until all are there there is something left to do
+    with ThreadPoolExecutor(1) as pool, two_workers(emulators, case.database) as workers:
+        running = pool.submit(job.run, case.spark, settings_of(case.target))
         made: dict[str, datetime] = {}
 
         def all_run() -> bool:
-            rows = heartbeats(database)
+            rows = heartbeats(case.database)
             for id, began in rows.items():
                 made.setdefault(id, began)
             return len(rows) == 2 and all(began > made[id] for id, began in rows.items())
@@ -260,26 +246,26 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
         eventually(all_run, seconds=60, message="all workers run")
         for each in workers:
             each.wait_for_text("4 live workers")
-        limit(database, topic, 150.0)
-        before = len(unsent(database))
-        eventually(lambda: len(unsent(database)) < before - 30, seconds=30, message="they work")
+        limit(case.database, topic, 150.0)
+        before = len(unsent(case.database))
+        eventually(lambda: len(unsent(case.database)) < before - 30, seconds=30, message="they work")
         killed = pythons_of_spark()
         assert len(killed) >= 2
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         done: DrainSummary = running.result(120)
-        eventually(lambda: not unsent(database), seconds=30, message="the workers have ended what they had begun")
+        eventually(lambda: not unsent(case.database), seconds=30, message="the workers have ended what they had begun")
     received = subscription.drain(0.5)
     came = ids_of(received)
     assert came.keys() == set(ids)
-    assert first_deliveries(received) == key_orders(database, topic)
+    assert first_deliveries(received) == key_orders(case.database, topic)
     duplicates = came.total() - len(ids)
     print(f"{len(ids)} tasks, {len(killed)} processes killed: {duplicates} duplicates, {done}")
     # Each killed worker had two in-flight batches of ten. If two overlap, the emulator aborts one that has published.
     assert duplicates <= 100
-    assert (done.work_left, heartbeats(database)) == (False, {})
+    assert (done.work_left, heartbeats(case.database)) == (False, {})
 
-    audited = audit.run(spark, audit_settings(target, tmp_path, received))
+    audited = audit.run(case.spark, audit_settings(case.target, case.folder, received))
     messages = len({each.message_id for each in received})
     assert (audited.tasks, audited.delivered, audited.messages) == (len(ids), len(ids), messages)
     assert (audited.republished, audited.redelivered) == (messages - len(ids), len(received) - messages)

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,24 +12,32 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
-from pyspark.sql import SparkSession
 
 import outbox
 from outbox.admin import changes, operations
 from outbox.base.times import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.program.settings import DatabaseSettings
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
-from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
-from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed, replay_chunk, run
+from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed, replay_chunk
 from outbox_pipeline.spanner import Table, open_table
-from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, edit, sent, settings_of, windows_of
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, insert_cancelled, opened, row, rows_of, update
-from tests.support.pipeline import fail_after_writes, meddle, noted, replay_settings, write_half_and_fail
+from tests.support.pipeline import (
+    DAY,
+    MICROSECOND,
+    NEXT_DAY,
+    Case,
+    edit,
+    fail_after_writes,
+    meddle,
+    noted,
+    sent,
+    windows_of,
+    write_half_and_fail,
+)
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import first_deliveries, worker
 from tests.support.spanner import query
@@ -43,21 +49,24 @@ def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
     return (done.selected, done.replayed, done.registered, done.unsent, done.resent, done.missing)
 
 
-def test_a_selection_gives_the_same_tasks_from_table_and_archive(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
+def send(emulators: Emulators, database: Database) -> None:
+    with worker(emulators, database, command="drain") as process:
+        assert process.wait(60) == 0
+
+
+def test_a_selection_gives_the_same_tasks_from_table_and_archive(case: Case):
     tasks = {
         "first": sent("first", DAY, Data=serialized(b'{"cents": 7}', attributes={"kind": "paid", "none": ""})),
         "second": sent("second", DAY + HOUR, Topic="invoices", Priority=9),
         "third": sent("third", DAY + 2 * HOUR, Data=serialized(b'{"cents": 9}', attributes={"kind": "a=b"})),
         "odd": sent("odd", DAY + 3 * HOUR, Data=b"\xff no message"),
     }
-    insert(database, [*tasks.values(), row("ready"), row("dead", AvailableAt=NEVER)])
-    archive.run(spark, settings_of(target, tmp_path), late=True)
-    before = rows_of(database)
+    case.insert([*tasks.values(), row("ready"), row("dead", AvailableAt=NEVER)])
+    case.archive(late=True)
+    before = case.rows()
     hour, three = shown(DAY + HOUR), shown(DAY + 3 * HOUR)
     table: dict[str, str] = {}
-    files = {"archive": str(tmp_path)}
+    files = {"archive": str(case.folder)}
     expected: list[tuple[dict[str, str], dict[str, str], set[str]]] = [
         (table, {"until": "0s"}, set(tasks)),
         (files, {"until": "0s"}, set(tasks)),
@@ -70,7 +79,7 @@ def test_a_selection_gives_the_same_tasks_from_table_and_archive(
         (files, {"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
     ]
     for source, flags, ids in expected:
-        done = run(spark, replay_settings(target, **flags, **source), dry_run=True)
+        done = case.replay(**flags, **source, dry_run=True)
         assert done.sample is not None
         assert {each["id"] for each in done.sample} == ids, (flags, source)
         assert done.selected == len(ids)
@@ -79,14 +88,14 @@ def test_a_selection_gives_the_same_tasks_from_table_and_archive(
         assert done.topics == {name: topics.count(name) for name in topics}
         assert counts(done)[1:] == (0, 0, 0, 0, 0)
         assert done.replay_id is None
-    assert rows_of(database) == before
-    assert noted(database) == []
+    assert case.rows() == before
+    assert noted(case.database) == []
 
 
-def test_a_dry_run_counts_all_tasks_and_shows_some(spark: SparkSession, target: DatabaseSettings, database: Database):
+def test_a_dry_run_counts_all_tasks_and_shows_some(case: Case):
     topics = [f"topic-{number:02d}" for number in range(job.TOPICS + 5)]
-    insert(database, [sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
-    done = run(spark, replay_settings(target, where="true"), dry_run=True)
+    case.insert([sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
+    done = case.replay(where="true", dry_run=True)
     assert done.selected == sum(1 + place % 3 for place in range(len(topics)))
     assert done.topics is not None
     by_number = sorted(((t, 1 + place % 3) for place, t in enumerate(topics)), key=lambda each: (-each[1], each[0]))
@@ -95,16 +104,12 @@ def test_a_dry_run_counts_all_tasks_and_shows_some(spark: SparkSession, target: 
     assert len({each["id"] for each in done.sample}) == job.SAMPLE
 
 
-def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 - fixtures
-    spark: SparkSession,
-    target: DatabaseSettings,
-    database: Database,
-    emulators: Emulators,
-    topic: str,
-    new_subscription: Callable[..., Subscription],
-    caplog: pytest.LogCaptureFixture,
+def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
+    case: Case, emulators: Emulators, pubsub: PubSub, caplog: pytest.LogCaptureFixture
 ):
     """Every column is as `outbox retry` writes it, keys keep the order of their commits, and there is a record."""
+    topic = pubsub.new_topic()
+    subscription = pubsub.new_subscription(topic, ordered=True)
     odd = {"Attempts": 4, "ExpiresAt": PAST, "AvailableAt": PAST, "Sequence": 7, "Priority": -1, "AtMostOnce": True}
     twins = [sent(f"{by}{number}", DAY, **odd) for by in ("retry", "replay") for number in (1, 2)]
     of_key = [
@@ -112,15 +117,15 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
         for n in range(3 * REPLAY_ROWS)
     ]
     stay = [row("ready"), row("dead", AvailableAt=NEVER), sent("other", DAY, Topic="others")]
-    insert(database, [*twins, *of_key, *stay])
-    before = rows_of(database)
-    watch = Watch(database)
+    case.insert([*twins, *of_key, *stay])
+    before = case.rows()
+    watch = Watch(case.database)
     [_] = changes.change(watch.table, "retry", changes.TaskSelection(ids=("retry1", "retry2")))
     caplog.set_level("INFO", "outbox_pipeline")
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
-    done = run(spark, replay_settings(target, where=where, until="0s"), reason="the report lost a day")
+    done = case.replay(where=where, until="0s", reason="the report lost a day")
     assert counts(done) == (2 + len(of_key), 2 + len(of_key), 0, 0, 0, 0)
-    after = rows_of(database)
+    after = case.rows()
     changed = ("SentAt", "ExpiresAt", "Attempts")
     for number in (1, 2):
         ours, theirs = after[f"replay{number}"], after[f"retry{number}"]
@@ -131,7 +136,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     for each in stay:
         assert after[each["Id"]] == before[each["Id"]]
 
-    [note] = [each for each in noted(database) if each["Operation"] == "replay"]
+    [note] = [each for each in noted(case.database) if each["Operation"] == "replay"]
     assert (note["OperationId"], note["Reason"]) == (done.replay_id, "the report lost a day")
     assert note["Tasks"] == 2 + len(of_key)
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
@@ -141,60 +146,48 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     assert f"continue it with --resume {done.replay_id}" in notes[0]
     assert f"Replay {done.replay_id} finished" in notes[1]
 
-    subscription = new_subscription(topic, ordered=True)
-    delete(database, *(each["Id"] for each in (*twins, *stay)))
-    with worker(emulators, database, command="drain") as process:
-        assert process.wait(60) == 0
+    delete(case.database, *(each["Id"] for each in (*twins, *stay)))
+    send(emulators, case.database)
     messages = subscription.drain(0.5)
     assert first_deliveries(messages) == {"k": [each["Id"] for each in of_key]}
     assert len(messages) == len(of_key), "nothing twice"
     # Tasks that the replay has sent are not selected again, because they were sent after it began.
-    assert counts(run(spark, replay_settings(target, topic=topic, until=shown(note["StartedAt"])))) == (0,) * 6
+    assert counts(case.replay(topic=topic, until=note["StartedAt"])) == (0,) * 6
 
 
 @pytest.mark.parametrize("source", ["table", "archive"])
-def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(  # noqa: PLR0917 - fixtures
-    spark: SparkSession,
-    target: DatabaseSettings,
-    database: Database,
-    new_subscription: Callable[..., Subscription],
-    pubsub: PubSub,
-    tmp_path: Path,
-    source: str,
-):
+def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: Case, pubsub: PubSub, source: str):
     """Also purged tasks of an archive. It is recorded, and a resumed one publishes all tasks again."""
-    to = new_subscription(pubsub.new_topic(), ordered=True)
+    to = pubsub.new_subscription(pubsub.new_topic(), ordered=True)
     keyed = {"OrderingKey": "k", "CreatedAt": DAY}
-    insert(database, [sent(f"{99 - n}", DAY + (n % 7) * MICROSECOND, Sequence=n, **keyed) for n in range(50)])
-    insert(database, [sent("broken", DAY, Data=b"\xff"), sent("other", DAY, Topic="others"), row("ready")])
+    case.insert([sent(f"{99 - n}", DAY + (n % 7) * MICROSECOND, Sequence=n, **keyed) for n in range(50)])
+    case.insert([sent("broken", DAY, Data=b"\xff"), sent("other", DAY, Topic="others"), row("ready")])
     flags = {}
     if source == "archive":
-        archive.run(spark, settings_of(target, tmp_path), late=True)
-        delete(database, "98", "99")
-        flags = {"archive": str(tmp_path)}
-    before, settings = rows_of(database), replay_settings(target, topic="orders", **flags)
+        case.archive(late=True)
+        delete(case.database, "98", "99")
+        flags = {"archive": str(case.folder)}
+    before, replay = case.rows(), partial(case.replay, topic="orders", **flags)
     for wrong, sentence in (("orders", "is the topic of the tasks"), ("nowhere", "nowhere does not exist")):
         with pytest.raises(OutboxError, match=sentence):
-            run(spark, settings, to=wrong)
+            replay(to=wrong)
     with pytest.raises(SettingError, match="--to needs --topic"):
-        run(spark, replay_settings(target, where="true"), to=to.topic)
-    assert noted(database) == []
-    done = run(spark, settings, to=to.topic, reason="ticket 4711")
+        case.replay(where="true", to=to.topic)
+    assert noted(case.database) == []
+    done = replay(to=to.topic, reason="ticket 4711")
     assert (done.selected, done.published, done.refused, done.replayed) == (51, 50, 1, 0)
     in_order = {"k": [f"{99 - n}" for n in range(50)]}
     assert first_deliveries(to.drain()) == in_order
-    [note] = noted(database)
+    [note] = noted(case.database)
     assert (note["Tasks"], json.loads(note["Selection"])["to"]) == (50, to.topic)
-    with database.batch() as batch:
+    with case.database.batch() as batch:
         batch.update(OPERATIONS, ("OperationId", "FinishedAt"), [(done.replay_id, None)])
-    assert run(spark, replay_settings(target), resume=done.replay_id or "").published == 50
+    assert case.replay(resume=done.replay_id or "").published == 50
     assert first_deliveries(to.drain()) == in_order
-    assert rows_of(database) == before
+    assert case.rows() == before
 
 
-def test_purged_tasks_are_restored_from_the_archive(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
+def test_purged_tasks_are_restored_from_the_archive(case: Case):
     full = {
         "OrderingKey": "k", "Sequence": -(2**63), "Priority": 2**63 - 1, "AtMostOnce": True,
         "CreatedAt": DAY - MICROSECOND, "Data": bytes(range(256)),
@@ -202,27 +195,27 @@ def test_purged_tasks_are_restored_from_the_archive(
     gone = [sent("full", DAY, **full, Attempts=3, LastError="x", ExpiresAt=PAST), sent("plain", DAY, Data=b"")]
     large = [sent(f"large {number}", DAY, Data=bytes([number]) * 3_000_000) for number in range(3)]
     there = [sent(id, DAY, Topic="there") for id in ("same", "unsent", "dead")]
-    insert(database, [*gone, *large, *there])
-    archive.run(spark, settings_of(target, tmp_path), late=True, purge=False)
-    archived = rows_of(database)
+    case.insert([*gone, *large, *there])
+    case.archive(late=True, purge=False)
+    archived = case.rows()
     # Tasks that were sent again are in two windows, one of them with another ordering key.
-    update(database, "plain", SentAt=NEXT_DAY, Topic="again", OrderingKey="other")
-    archive.run(spark, settings_of(target, tmp_path, until=shown(NEXT_DAY + 24 * HOUR)), late=True)
-    delete(database, *(each["Id"] for each in (*gone, *large)))
-    update(database, "unsent", SentAt=None)
-    update(database, "dead", SentAt=None, AvailableAt=NEVER)
-    left = {id: each for id, each in rows_of(database).items() if id != "same"}
+    update(case.database, "plain", SentAt=NEXT_DAY, Topic="again", OrderingKey="other")
+    case.archive(until=NEXT_DAY + 24 * HOUR, late=True)
+    delete(case.database, *(each["Id"] for each in (*gone, *large)))
+    update(case.database, "unsent", SentAt=None)
+    update(case.database, "dead", SentAt=None, AvailableAt=NEVER)
+    left = {id: each for id, each in case.rows().items() if id != "same"}
 
-    spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
+    case.spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
     try:
-        done = run(spark, replay_settings(target, archive=str(tmp_path), where="true"))
+        done = case.replay(archive=str(case.folder), where="true")
     finally:
-        spark.conf.set("spark.sql.session.timeZone", "UTC")
+        case.spark.conf.set("spark.sql.session.timeZone", "UTC")
     assert counts(done) == (8, 1, 5, 2, 0, 0)
-    stored = rows_of(database)
+    stored = case.rows()
     assert stored.items() >= left.items()
-    [note] = noted(database)
-    assert (json.loads(note["Selection"])["archive"], note["Tasks"]) == (str(tmp_path), 8)
+    [note] = noted(case.database)
+    assert (json.loads(note["Selection"])["archive"], note["Tasks"]) == (str(case.folder), 8)
     now = {stored[each["Id"]].pop("AvailableAt") for each in (*gone, *large)}
     assert all(note["StartedAt"] < each < note["FinishedAt"] for each in now)
     clean: dict[str, Any] = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "LastError": None}
@@ -232,11 +225,10 @@ def test_purged_tasks_are_restored_from_the_archive(
         if each["Id"] == "plain":
             was |= {"Topic": "again", "OrderingKey": "other"}
         assert stored[each["Id"]] == was | clean
-    again = run(spark, replay_settings(target, archive=str(tmp_path), topic="orders"))
+    again = case.replay(archive=str(case.folder), topic="orders")
     assert counts(again) == (4, 0, 0, 4, 0, 0), "all of them are to be sent"
     # The last row of a task decides: it was sent again after this time, to another topic.
-    earlier = replay_settings(target, archive=str(tmp_path), topic="orders", until=shown(NEXT_DAY))
-    assert run(spark, earlier, dry_run=True).selected == 4
+    assert case.replay(archive=str(case.folder), topic="orders", until=NEXT_DAY, dry_run=True).selected == 4
 
 
 def test_a_replay_from_the_archive_restores_no_task_that_was_cancelled(database: Database):
@@ -291,11 +283,9 @@ def test_each_chunk_is_checked_under_its_locks(database: Database, monkeypatch: 
         assert name == "commit" or options.request_tag == "outbox-pipeline-replay"
 
 
-def test_an_invalid_replay_is_refused_before_its_record_is_written(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
-    insert(database, [sent("a", DAY)])
-    before = rows_of(database)
+def test_an_invalid_replay_is_refused_before_its_record_is_written(case: Case):
+    case.insert([sent("a", DAY)])
+    before = case.rows()
     refused: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({}, {}, "No tasks are selected.* --where true selects all sent tasks"),
         ({"archive": "a"}, {}, "No tasks are selected"),
@@ -312,22 +302,22 @@ def test_an_invalid_replay_is_refused_before_its_record_is_written(
     ]
     for flags, how, sentence in refused:
         with pytest.raises(SettingError, match=sentence):
-            run(spark, replay_settings(target, **flags), **how)
+            case.replay(**flags, **how)
     for dry_run in (True, False):
         with pytest.raises(OutboxError, match="has no finished window"):
-            run(spark, replay_settings(target, archive=str(tmp_path / "no"), where="true"), dry_run=dry_run)
-    assert query(database, "SELECT COUNT(*) FROM AsynchronousTaskOperations") == [[0]]
-    archive.run(spark, settings_of(target, tmp_path), late=True)
-    [window] = windows_of(tmp_path)
-    edit(window, database=window["database"].replace(target.database, "another"))
+            case.replay(archive=str(case.folder / "no"), where="true", dry_run=dry_run)
+    assert query(case.database, "SELECT COUNT(*) FROM AsynchronousTaskOperations") == [[0]]
+    case.archive(late=True)
+    [window] = windows_of(case.folder)
+    edit(window, database=window["database"].replace(case.target.database, "another"))
     with pytest.raises(OutboxError, match=r"is the archive of .*another, not of "):
-        run(spark, replay_settings(target, archive=str(tmp_path), where="true"), dry_run=True)
-    assert noted(database) == []
+        case.replay(archive=str(case.folder), where="true", dry_run=True)
+    assert noted(case.database) == []
 
-    done = run(spark, replay_settings(target, topic="nothing"))
+    done = case.replay(topic="nothing")
     with pytest.raises(SettingError, match=r"this replay finished at .*Z\. Start a new one"):
-        run(spark, replay_settings(target), resume=str(done.replay_id))
-    assert rows_of(database) == before
+        case.replay(resume=str(done.replay_id))
+    assert case.rows() == before
 
 
 def test_the_record_has_the_account_of_the_credentials(database: Database, monkeypatch: pytest.MonkeyPatch):
@@ -346,27 +336,19 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
         assert (noted(database)[-1]["Principal"], noted(database)[-1]["StartedAt"]) == (principal, begun.started_at)
 
 
-def test_a_replay_needs_the_table_of_operations(spark: SparkSession, target: DatabaseSettings, own_database: Database):
-    database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
-    insert(database, [sent("a", DAY)])
-    database.update_ddl([f"DROP TABLE {OPERATIONS}"]).result()
+def test_a_replay_needs_the_table_of_operations(case: Case, own_database: Database):
+    case = dataclasses.replace(case, database=own_database)
+    case.insert([sent("a", DAY)])
+    own_database.update_ddl([f"DROP TABLE {OPERATIONS}"]).result()
     with pytest.raises(NotReached, match=r"table AsynchronousTaskOperations is missing"):
-        run(spark, replay_settings(target, where="true"))
-    assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1
-
-
-def send(emulators: Emulators, database: Database) -> None:
-    with worker(emulators, database, command="drain") as process:
-        assert process.wait(60) == 0
+        case.replay(where="true")
+    assert case.replay(where="true", dry_run=True).selected == 1
 
 
 @pytest.mark.usefixtures("many_partitions")
-def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(  # noqa: PLR0917 - fixtures
-    spark: SparkSession,
+def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(
+    case: Case,
     emulators: Emulators,
-    target: DatabaseSettings,
-    database: Database,
-    topic: str,
     subscription: Subscription,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -375,26 +357,26 @@ def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(  # noqa: PL
 
     First, every attempt of a Spark task fails. In the resumed replay only two do, and each task is counted once.
     """
-    ids = [f"{number:03d}" for number in range(300)]
-    insert(database, [sent(id, DAY, Topic=topic) for id in ids])
+    ids, topic = [f"{number:03d}" for number in range(300)], subscription.topic
+    case.insert([sent(id, DAY, Topic=topic) for id in ids])
     caplog.set_level("INFO", "outbox_pipeline")
     with monkeypatch.context() as patch:
         patch.setattr(job, "replay_rows", partial(write_half_and_fail, job.replay_rows))
         with pytest.raises(PythonException, match="when it has written half of its rows"):
-            run(spark, replay_settings(target, topic=topic))
-    [note] = noted(database)
+            case.replay(topic=topic)
+    [note] = noted(case.database)
     assert (note["FinishedAt"], note["Tasks"]) == (None, None)
     assert f"continue it with --resume {note['OperationId']}" in caplog.text
-    send(emulators, database)
-    insert(database, [sent("new", open_table(target).now(), Topic=topic)])
+    send(emulators, case.database)
+    case.insert([sent("new", open_table(case.target).now(), Topic=topic)])
 
     monkeypatch.setattr(job, "replay_rows", partial(fail_after_writes, job.replay_rows))
-    done = run(spark, replay_settings(target), resume=note["OperationId"])
+    done = case.replay(resume=note["OperationId"])
     assert (done.replay_id, done.selected, sum(counts(done)[1:])) == (note["OperationId"], len(ids), len(ids))
     assert (done.unsent > 0, done.missing) == (True, 0), "the writes of attempts that failed"
     assert 0 < done.resent < len(ids), "the failure was to come in the middle"
-    send(emulators, database)
+    send(emulators, case.database)
     assert sorted(each.attributes[outbox.TASK_ID_ATTRIBUTE] for each in subscription.drain(0.5)) == ids
-    [ended] = noted(database)
+    [ended] = noted(case.database)
     assert ended == note | {"FinishedAt": ended["FinishedAt"], "Tasks": len(ids)}
     assert ended["FinishedAt"] is not None

@@ -1,15 +1,21 @@
-"""The data source `outbox`: its planner and parts without Spark, and reads with Spark."""
+"""The format `outbox`: its planner and parts without Spark, reads and writes with Spark, whatever Spark repeats."""
 
 import itertools
+import json
 import random
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import DoubleType, MapType, StringType, StructType
 from pyspark.testing import assertSchemaEqual
 
 from outbox.admin import operator_sql
@@ -22,12 +28,14 @@ from outbox.program.settings import DatabaseSettings
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
+from outbox_pipeline.jobs.register.ids import task_id
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader
 from outbox_pipeline.source.options import parse
-from tests.support.counting import Counting
+from outbox_pipeline.spark.stack_traces import error_from
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
-from tests.support.pipeline import options
+from tests.support.pipeline import Case, counts, options, registered
+from tests.support.rpc import Counting
 from tests.support.spanner import place
 
 #: Where a day of sent tasks begins.
@@ -218,13 +226,11 @@ def test_invalid_options_are_named(target: DatabaseSettings):
         read(options(target, database="not-there"))
 
 
-def test_executors_use_the_endpoint_of_the_options(
-    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators
-):
+def test_executors_use_the_endpoint_of_the_options(case: Case, emulators: Emulators):
     """Also where the emulator's variable names another address."""
-    insert(database, [row("a")])
+    case.insert([row("a")])
     with Counting(emulators.spanner_host) as proxy:
-        found = tasks(spark, target, spannerEndpoint=f"http://{proxy.address}").collect()
+        found = tasks(case.spark, case.target, spannerEndpoint=f"http://{proxy.address}").collect()
     assert [each["Id"] for each in found] == ["a"]
     assert proxy.counts["StreamingRead", "outbox-pipeline-read"] > 0
 
@@ -259,17 +265,160 @@ def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = No
     return (reader.schema(schema) if schema else reader).load()
 
 
-def test_the_table_can_be_read_as_a_dataframe(spark: SparkSession, target: DatabaseSettings, database: Database):
-    insert(database, [row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
-    plain = tasks(spark, target)
+def test_the_table_can_be_read_as_a_dataframe(case: Case):
+    case.insert([row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
+    plain = tasks(case.spark, case.target)
     assertSchemaEqual(plain.schema, schemas.TABLE)
     got = {each.Id: each.asDict() for each in plain.collect()}
     assert got["a"]["Priority"] == 7
     assert got["a"]["OrderingKey"] == "k"
     for name in COLUMNS:
-        assert (got["b"][name] is None) == (rows_of(database)["b"][name] is None), name
-    whole = tasks(spark, target, columns=",".join(schemas.TASK.fieldNames()))
+        assert (got["b"][name] is None) == (case.rows()["b"][name] is None), name
+    whole = tasks(case.spark, case.target, columns=",".join(schemas.TASK.fieldNames()))
     assertSchemaEqual(whole.schema, schemas.TASK)
     assert whole.where("State = 'pending' AND Attributes['asynchronous_task_id'] = Id").count() == 2
-    own = tasks(spark, target, "Topic STRING, Id STRING, Attributes MAP<STRING, STRING>")
+    own = tasks(case.spark, case.target, "Topic STRING, Id STRING, Attributes MAP<STRING, STRING>")
     assert min(own.collect())[:2] == ("orders", "a")
+
+
+def write(rows: DataFrame, target: DatabaseSettings, **more: str) -> None:
+    rows.write.format("outbox").options(**options(target, **more)).mode("append").save()
+
+
+def rejects(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in folder.glob("**/part-*.json") for line in file.read_text().splitlines()]
+
+
+ROWS = (
+    "SELECT 'a' AS data, 'orders' AS topic, map('k', 'v') AS attributes, 7 AS priority, 'o' AS ordering_key, "
+    "TIMESTAMP'2090-01-01 00:00:00Z' AS available_at, NULL AS expires_at UNION ALL "
+    "SELECT 'b', NULL, NULL, NULL, NULL, NULL, '2090-01-01T00:00:00Z'"
+)
+
+
+def test_a_written_row_is_the_task_that_the_job_registers(case: Case):
+    rows = case.spark.sql(ROWS)
+    write(rows, case.target, topic="usual")
+    stored = case.rows()
+    assert len(stored) == 2
+    assert {each["Topic"]: each["Priority"] for each in stored.values()} == {"orders": 7, "usual": 50}
+    write(rows.repartition(3), case.target, topic="usual")
+    assert case.rows() == stored
+    assert counts(registered(rows, case.target, case.folder, topic="usual")) == (2, 0, 2, 0, 0)
+
+
+def test_rejected_rows_are_refused_or_written_to_a_folder(case: Case):
+    """A row is rejected, and named, for the same reasons as in the job. A task of the same ID is one of them."""
+    names = "n int, data string, topic string, ordering_key string, priority string"
+    given = case.spark.createDataFrame(
+        [(1, "a", "orders", None, "5"), (2, "b", "goog", None, "5"), (3, "c", "orders", None, "x")], names
+    )
+    with pytest.raises(PySparkException) as raised:
+        write(given.where("n = 3"), case.target, key="n")
+    message = str(error_from(str(raised.value)))
+    assert message.startswith('A row is rejected: priority x is not a whole number. The row is {"n":3,"data":"c"')
+    assert "Traceback" not in str(raised.value)
+    write(given, case.target, key=" n ", rejects=str(case.folder))
+    assert set(case.rows()) == {task_id("orders", "1")}
+    by_topic, by_priority = sorted(rejects(case.folder), key=lambda each: "line" in each)
+    assert by_topic["reason"].startswith("topic 'goog'")
+    assert (by_topic["task_id"], by_topic["data_base64"]) == (task_id("goog", "2"), "Yg==")
+    assert json.loads(by_priority["line"])["priority"] == "x"
+    write(
+        given.where("n = 1").withColumn("data", given["topic"]),
+        case.target,
+        key="n",
+        rejects=f"file://{case.folder}/other",
+    )
+    [collision] = rejects(case.folder / "other")
+    assert collision["reason"].endswith("exists with another message, topic or ordering key")
+
+
+#: The names and types of columns, options, and how the error begins.
+REFUSED: list[tuple[str, dict[str, str], str]] = [
+    ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
+    ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
+    ("data string, topic string, colour integer", {}, "Unknown column 'colour'. Drop it or add it"),
+    ("data string, Topic string", {"topic": "orders"}, "Unknown column 'Topic'"),
+    ("data string, topic integer", {}, "Column topic is int, but must be a text. If it has no value, drop the column"),
+    ("data integer, topic string", {}, "Column data is int, but must be a text"),
+    ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
+    ("data string, topic string, task_id long", {}, "Column task_id is bigint, but must be a text"),
+    ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
+    ("data string, topic string, at_most_once integer", {}, "Column at_most_once is int, but must be true or false"),
+    ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
+    ("data string, topic string, attributes map", {}, "Column attributes is map<string,double>, but"),
+    ("data string, topic string", {"key": "n"}, "Key column 'n' is missing. The rows have data, topic"),
+    ("data string, topic string, n double", {"key": "n"}, "Key column n is double. Cast it to a string"),
+    ("data string, topic string", {"state": "sent"}, "Unknown option state. Known options: topic, key, rejects"),
+    ("data string, topic string", {"rejects": "no://x"}, "Option rejects: 'no://x' is not allowed"),
+]
+
+
+@pytest.mark.parametrize(("schema", "more", "said"), REFUSED)
+def test_columns_and_options_are_checked_before_spark_tasks_start(schema: str, more: dict[str, str], said: str):
+    source = OutboxDataSource({"project": "shop", "instance": "main", "database": "orders", **more})
+    columns = StructType()  # not of a DDL, which Spark would parse
+    for each in schema.split(", "):
+        name, type_ = each.split()
+        columns.add(name, MapType(StringType(), DoubleType()) if type_ == "map" else type_)
+    for writer in (source.writer, source.streamWriter)[: 1 + (pyspark.__version__ >= "4.1")]:
+        with pytest.raises(SettingError) as raised:
+            writer(columns, overwrite=False)
+        assert str(raised.value).startswith(said)
+    with pytest.raises(SettingError, match="can only be appended to"):
+        source.writer(columns, overwrite=True)
+
+
+def test_an_error_of_the_driver_is_one_sentence(spark: SparkSession, target: DatabaseSettings):
+    with pytest.raises(PySparkException) as raised:
+        write(spark.sql("SELECT 1 AS colour"), target)
+    assert "Unknown column 'colour'" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+@pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
+def test_a_repeated_micro_batch_registers_nothing_twice(case: Case):  # OUT-SPARK-3
+    """The checkpoint is as a kill between the write and the commit leaves it."""
+    for name in ("in", "checkpoint"):
+        (case.folder / name).mkdir()
+
+    def run(number: int) -> None:
+        lines = [{"data": f"{number} {n}", "topic": "goog" if n == 9 else "orders"} for n in range(10)]
+        (case.folder / "in" / f"{number}.json").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+        rows = case.spark.readStream.schema("data string, topic string").json(str(case.folder / "in"))
+        query = (
+            rows.writeStream.format("outbox")
+            .options(**options(case.target, rejects=str(case.folder / "rejects")))
+            .option("checkpointLocation", str(case.folder / "checkpoint"))
+            .queryName("invoices")
+            .trigger(availableNow=True)
+            .start()
+        )
+        assert query.awaitTermination(60)
+
+    run(0)
+    first = case.rows()
+    for file in ("commits/0", "commits/.0.crc"):
+        (case.folder / "checkpoint" / file).unlink()
+    run(1)
+    assert len(case.rows()) == 18
+    assert case.rows().items() >= first.items()
+    assert len(rejects(case.folder / "rejects")) == 2
+
+
+def test_a_stream_is_not_registered_as_a_batch(case: Case):
+    rows = case.spark.readStream.schema("data string, topic string").json(str(case.folder))
+    with pytest.raises(SettingError, match=r"is a stream. Write it with writeStream.format\('outbox'\), or call"):
+        registered(rows, case.target, case.folder)
+
+
+def test_the_format_needs_no_registration(spark: SparkSession, target: DatabaseSettings):
+    """Spark finds it by the name of a package, also for tables in SQL."""
+    given = ", ".join(f"{name} '{value}'" for name, value in options(target, columns="Id,Topic").items())
+    write(spark.sql("SELECT 'd' AS data, 'orders' AS topic"), target)
+    spark.sql(f"CREATE TEMPORARY VIEW tasks_of_sql USING outbox OPTIONS ({given})")
+    try:
+        assert [each.Topic for each in spark.sql("SELECT Topic FROM tasks_of_sql").collect()] == ["orders"]
+    finally:
+        spark.catalog.dropTempView("tasks_of_sql")

@@ -19,7 +19,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import open_table
 from tests.support.operations import delete, insert, row, rows_of, update
-from tests.support.pipeline import options
+from tests.support.pipeline import Case, options
 
 Published = Counter[tuple[str, str]]
 
@@ -173,12 +173,10 @@ def test_spark_can_ask_for_all_tasks(target: DatabaseSettings, database: Databas
         ({"since": "1h"}, "Option since: a stream needs a time such as"),
     ],
 )
-def test_a_wrong_option_of_a_stream_is_one_sentence(
-    spark: SparkSession, target: DatabaseSettings, tmp_path: Path, given: dict[str, str], sentence: str
-):
+def test_a_wrong_option_of_a_stream_is_one_sentence(case: Case, given: dict[str, str], sentence: str):
     with pytest.raises(PySparkException) as raised:  # noqa: PT012 - some options are read when the query starts
-        stream = spark.readStream.format("outbox").options(**options(target, **given)).load()
-        stream.writeStream.format("noop").option("checkpointLocation", str(tmp_path)).start().awaitTermination(60)
+        stream = case.spark.readStream.format("outbox").options(**options(case.target, **given)).load()
+        stream.writeStream.format("noop").option("checkpointLocation", str(case.folder)).start().awaitTermination(60)
     assert sentence in str(raised.value)
     assert "Traceback" not in str(raised.value)
 
@@ -198,21 +196,19 @@ def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink:
     assert all_there.awaitTermination(60)
 
 
-def test_available_now_reads_everything_after_an_unfinished_batch(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):  # OUT-SPARK-2
-    sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
-    send(database, "a")
-    query(spark, target, checkpoint, sink)
+def test_available_now_reads_everything_after_an_unfinished_batch(case: Case):  # OUT-SPARK-2
+    sink, checkpoint = case.folder / "sink", case.folder / "checkpoint"
+    send(case.database, "a")
+    query(case.spark, case.target, checkpoint, sink)
     # The checkpoint as a kill during the batch leaves it.
     for folder in (checkpoint / "commits", sink / "_spark_metadata"):
         (folder / "0").unlink()
         (folder / ".0.crc").unlink()
-    send(database, "b")
-    send(database, "c")
-    query(spark, target, checkpoint, sink, maxRowsPerTrigger="1")
+    send(case.database, "b")
+    send(case.database, "c")
+    query(case.spark, case.target, checkpoint, sink, maxRowsPerTrigger="1")
     if pyspark.__version__ < "4.2":  # such a run ends after the unfinished batch
-        query(spark, target, checkpoint, sink)
-    assert streamed(spark, sink) == sent(database)
+        query(case.spark, case.target, checkpoint, sink)
+    assert streamed(case.spark, sink) == sent(case.database)
     if pyspark.__version__ >= "4.2":
         assert len([*(checkpoint / "commits").glob("[0-9]*")]) == 3, "each batch has one task"

@@ -27,7 +27,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive.log import Log, Window
 from outbox_pipeline.jobs.archive.windows import Archive, archivable, bounds, checksum_columns, floor, rebalanced
-from tests.support.archives import (
+from tests.support.pipeline import (
     DAY,
     MICROSECOND,
     NEXT_DAY,

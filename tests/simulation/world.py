@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -23,11 +22,9 @@ from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
 from tests.simulation.audit import BAD, GOOD, Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
-from tests.simulation.faults import FAULTS
-from tests.simulation.operators import CHUNK, Operators
-from tests.simulation.plan import Fault, Plan
+from tests.simulation.operators import CHUNK, Follower, Operators, virtual_time
+from tests.simulation.plan import FAULTS, Fault, Plan
 from tests.simulation.pubsub import PubSub
-from tests.simulation.readers import Follower, virtual_time
 from tests.simulation.spanner import (
     MAX_QUEUE_SECONDS,
     Aborted,
@@ -214,20 +211,20 @@ class World:
             task.data = LARGE
         return f"{random.randrange(10**6):06}-{self._count}", task
 
+    def add(self, id: str, topic: str = "orders", *, priority: int = 50, seconds: float = 0.0) -> Known:
+        """Register a task, which becomes due after so many seconds, and wake no worker."""
+        table, now = self.spanner.table, self.clockwork.now
+        at = table.commit_time()
+        due = at + timedelta(seconds=seconds) if seconds else None
+        table.insert(id, topic, GOOD, created_at=at, priority=priority, available_at=due)
+        task = Known(topic, "", now, now + seconds)
+        self.audit.committed(id, task)
+        return task
+
     def load(self, tasks: int, topic: str = "orders", priority: int = 50) -> None:
         """Register a backlog at once."""
         for number in range(tasks):
-            id = f"{self.clockwork.random.randrange(10**9):09}-{number}"
-            self.spanner.table.insert(id, topic, GOOD, created_at=self.spanner.table.commit_time(), priority=priority)
-            self.audit.committed(id, Known(topic, "", self.clockwork.now, self.clockwork.now))
-
-    def schedule(self, shard: int, seconds: float) -> None:
-        """Register a task of a shard that becomes due after some seconds, and wake no worker."""
-        at = self.spanner.table.commit_time()
-        table = self.spanner.table
-        id = next(id for id in map(str, itertools.count()) if shard in table.shards_of(id))
-        table.insert(id, "orders", GOOD, created_at=at, available_at=at + timedelta(seconds=seconds))
-        self.audit.committed(id, Known("orders", "", self.clockwork.now, self.clockwork.now + seconds))
+            self.add(f"{self.clockwork.random.randrange(10**9):09}-{number}", topic, priority=priority)
 
     def applications(self) -> None:
         """Register until the end of the history."""
@@ -317,10 +314,14 @@ class World:
         node = self.nodes[fault.which % len(self.nodes)]
         self.clockwork.after(fault.seconds, FAULTS[fault.kind](self, node, fault))
 
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Run for so many seconds, or until a condition is true."""
+        self.clockwork.run(self.clockwork.now + seconds, until)
+
     def run_until(self, *, unsent: int) -> float:
         """Run until at most so many tasks are unsent, or for two hours; return the time."""
         if self.spanner.table.unsent_count > unsent:
-            self.clockwork.run(self.clockwork.now + 7200, lambda: self.spanner.table.unsent_count <= unsent)
+            self.run(7200, lambda: self.spanner.table.unsent_count <= unsent)
         return self.clockwork.now
 
     def play(self, limit: float = 3600.0) -> Audit:
@@ -343,18 +344,18 @@ class World:
             self.clockwork.run(end, lambda: not (table.unsent_count or self._resharding))
             if self._resharding:
                 self.audit.problem("the number of shards is still being changed")
-            self.clockwork.run(self.clockwork.now + 6.0)  # at-most-once tasks are published after their mark
+            self.run(6.0)  # at-most-once tasks are published after their mark
             # A worker names the first tasks of a minute at once, and the others after it.
-            self.clockwork.run(self.clockwork.now + 90.0, lambda: self.audit.cancelled_received <= self.audit.named)
+            self.run(90.0, lambda: self.audit.cancelled_received <= self.audit.named)
             while table.unsent_count and self.clockwork.now < end:  # one was refused, or an operator has reset it
                 self.clockwork.run(end, lambda: not table.unsent_count)
-                self.clockwork.run(self.clockwork.now + 6.0)
+                self.run(6.0)
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
             bound = self.plan.batch_size * self.plan.concurrency
             self.audit.end(self.spanner.table.unsent_rows(), bound, faults=bool(self.plan.faults))
             if follower := self.follower:
                 last = self.clockwork.now
-                self.clockwork.run(last + limit, lambda: follower.caught_up >= last)
+                self.run(limit, lambda: follower.caught_up >= last)
                 follower.end()
             self.clockwork.close()
         return self.audit
@@ -394,6 +395,15 @@ def quiet() -> Iterator[None]:
             stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
         stack.enter_context(mock.patch.multiple(changes, CHUNK=CHUNK, PAGE=2 * CHUNK))
         yield
+
+
+@contextmanager
+def staged(plan: Plan) -> Iterator[World]:
+    """Yield a world that a test moves on, without operators and logs."""
+    with quiet():
+        world = World(plan)
+        yield world
+        world.clockwork.close()
 
 
 def shortest(plan: Plan) -> Plan:

@@ -16,7 +16,7 @@ from pathlib import Path
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import ROOT, Process, children, started
 from tests.support.spanner import variables
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, lasting
 
 #: Seconds that the manifest grants for a shutdown.
 GRACE_SECONDS = 60
@@ -82,13 +82,16 @@ class Probe:
 
         The time since the last heartbeat counts as well.
         """
-        max_gap, checked, end = 0.0, 0.0, time.monotonic() + seconds
-        while (now := time.monotonic()) < end:
+        max_gap = checked = 0.0
+
+        def watch() -> None:
+            nonlocal max_gap, checked
             max_gap = max(max_gap, time.time() - self._heartbeat.stat().st_mtime)
-            if now - checked >= 1:
-                checked = now
+            if time.monotonic() - checked >= 1:
+                checked = time.monotonic()
                 check()
-            eventually(lambda at=now + 0.1: time.monotonic() >= at, seconds=1)  # type: ignore[misc]  # a default of a lambda
+
+        lasting(seconds, watch, interval=0.1)
         return max_gap
 
 

@@ -1,9 +1,9 @@
-"""Rows to be registered, a table in memory for them, and Spark tasks that fail when they have written."""
+"""Rows to be registered, sent tasks, the files of an archive, and Spark tasks that fail when they have written."""
 
 import base64
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,34 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark import TaskContext
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from outbox.admin.table import Transaction
+from outbox.base.times import shown
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.job_settings import ReplaySettings
+from outbox_pipeline.job_settings import ArchiveSettings, ReplaySettings
+from outbox_pipeline.jobs.archive import job as archive_job
+from outbox_pipeline.jobs.archive.job import Archived
+from outbox_pipeline.jobs.archive.windows import read_archive
 from outbox_pipeline.jobs.register.job import Registered, register
+from outbox_pipeline.jobs.replay import job as replay_job
+from outbox_pipeline.jobs.replay.job import Replayed
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.spark_tasks import Rows
-from tests.support.spanner import query
+from tests.support import operations
+from tests.support.operations import insert, rows_of
+from tests.support.spanner import place, query
+
+#: The day of most tests. It is older than Spanner's versions, so that its windows are read late.
+DAY = datetime(2026, 10, 20, tzinfo=UTC)
+NEXT_DAY = DAY + timedelta(days=1)
+MICROSECOND = timedelta(microseconds=1)
+
+#: A Spark task, by its identity in an archive.
+Published = tuple[str, datetime]
 
 #: A user's columns, in the types that Spark reads from Parquet.
 ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
@@ -43,8 +60,37 @@ def options(target: DatabaseSettings, **more: str) -> dict[str, Any]:
     return {"project": target.project, "instance": target.instance, "database": target.database, **more}
 
 
-def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
-    return ReplaySettings.read(options(target, **given), {})
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a test of a job has: a Spark session, an empty database, and a folder."""
+
+    spark: SparkSession
+    database: Database
+    folder: Path
+
+    @property
+    def target(self) -> DatabaseSettings:
+        return place(self.database.database_id)
+
+    def insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        insert(self.database, rows)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return rows_of(self.database)
+
+    def options(self, **given: Any) -> dict[str, str]:
+        """Return the options of a job, with texts of times."""
+        times = {name: shown(value) for name, value in given.items() if isinstance(value, datetime)}
+        return options(self.target, **given | times)
+
+    def archive(self, *, to: Path | None = None, late: bool = False, purge: bool = False, **given: Any) -> Archived:
+        """Archive the windows until the end of DAY, or those that are given, to the folder of the test or another."""
+        archive = self.options(archive=str(to or self.folder), **{"until": NEXT_DAY, **given})
+        return archive_job.run(self.spark, ArchiveSettings.read(archive, {}), late=late, purge=purge)
+
+    def replay(self, **given: Any) -> Replayed:
+        how = {name: given.pop(name) for name in ("dry_run", "resume", "reason", "to") if name in given}
+        return replay_job.run(self.spark, ReplaySettings.read(self.options(**given), {}), **how)
 
 
 def noted(database: Database) -> list[dict[str, Any]]:
@@ -174,3 +220,77 @@ class FakeTime:
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
+
+
+def sent(id: str, at: datetime, **columns: Any) -> dict[str, Any]:
+    return operations.row(id, SentAt=at, **columns)
+
+
+def sent_of(tasks: DataFrame) -> list[Published]:
+    rows = tasks.where("SentAt IS NOT NULL").select("Id", f.unix_micros("SentAt")).collect()
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
+    return sorted((id, epoch + timedelta(microseconds=micros)) for id, micros in rows)
+
+
+def archived(spark: SparkSession, archive: Path) -> list[Published]:
+    return sent_of(read_archive(spark, str(archive)))
+
+
+def window_folders(archive: Path) -> list[Path]:
+    return sorted(archive.glob("window=*"))
+
+
+def data_folders(archive: Path) -> list[Path]:
+    return sorted(archive.glob("window=*/run=*"))
+
+
+def commits(archive: Path) -> list[dict[str, Any]]:
+    """Return the details of each commit that has some, with the path of its file."""
+    found = []
+    for file in sorted(archive.glob("_delta_log/*.json")):
+        details = json.loads(file.read_text().splitlines()[0])["commitInfo"].get("outbox")
+        found += [details | {"file": file}] if details else []
+    return found
+
+
+def windows_of(archive: Path) -> list[dict[str, Any]]:
+    return [each for each in commits(archive) if "since" in each]
+
+
+def purges(archive: Path) -> list[dict[str, Any] | None]:
+    """Return the first note that the purge of a window ended, if there is one, for each window."""
+    notes = {each["purged"]: each for each in reversed(commits(archive)) if "purged" in each}
+    return [notes.get(each["since"]) for each in windows_of(archive)]
+
+
+def edit(window: dict[str, Any], **changes: Any) -> None:
+    """Change the details of a window in its commit."""
+    first, *others = window["file"].read_text().splitlines(keepends=True)
+    commit = json.loads(first)
+    commit["commitInfo"]["outbox"] |= changes
+    window["file"].write_text("".join([json.dumps(commit) + "\n", *others]))
+
+
+def rewrite(file: Path, text: str) -> None:
+    file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+    file.write_text(text)
+
+
+def remove(file: Path) -> None:
+    file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+    file.unlink()
+
+
+def first_try_fails(batches: Iterator[Any], note: Path) -> Iterator[Any]:
+    """Hand on a batch, and in the first task of a stage note that and fail; its next try hands on all."""
+    context = TaskContext.get()
+    assert context is not None
+    for batch in batches:
+        yield batch
+        if context.partitionId() == 0 and context.attemptNumber() == 0:
+            note.touch()
+            raise RuntimeError("the first try of a task fails")
+
+
+def ids(letters: Iterable[Any], at: datetime) -> list[Published]:
+    return sorted((str(each), at) for each in letters)

@@ -124,21 +124,19 @@ def worker(
     database: Database,
     *arguments: str,
     command: str = "run",
-    module: str = "publishworker",
     trace: Path | None = None,
     **environment: str,
 ) -> Iterator[Process]:
     """Start `publishworker` on a database; its environment is that of `outbox emulators`, except for one variable.
 
-    A `module` of our own may prepare the process. It writes its steps to `trace`, or else to `traces`.
+    `run` writes its steps to `trace`, or else to `traces`.
     """
     heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
     settings = variables(database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
     try:
-        environment = settings | environment
+        environment, module = settings | environment, "publishworker"
         if (trace := trace or traces) is not None and command == "run":
-            environment |= {"TRACE_FILE": str(trace), "TRACED_MODULE": module}
-            module = "tests.support.traced_worker"
+            environment, module = environment | {"TRACE_FILE": str(trace)}, "tests.support.traced_worker"
         with started(module, command, *arguments, environment=environment) as process:
             yield process
     finally:

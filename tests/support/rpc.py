@@ -1,4 +1,4 @@
-"""A gRPC server that forwards every call to another one as it is, and where a test says, fails.
+"""gRPC servers of the tests: they forward calls to another server, count them, fail, or answer in the place of Pub/Sub.
 
 with Proxy(emulators.spanner_host) as network, Faulty(emulators.spanner_host, network) as proxy:
     worker = start(SPANNER_EMULATOR_HOST=network.address)
@@ -9,17 +9,28 @@ with Proxy(emulators.spanner_host) as network, Faulty(emulators.spanner_host, ne
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from threading import Lock
+from threading import Event, Lock
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from google.cloud.spanner_v1 import CommitRequest, RollbackRequest
+from google.cloud.spanner_v1 import (
+    BeginTransactionRequest,
+    CommitRequest,
+    ExecuteSqlRequest,
+    PartialResultSet,
+    ReadRequest,
+    RollbackRequest,
+)
+from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
 
 from outbox.message import RawPublishRequest
+from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.types import Answer, Failed, Published
 from tests.support.proxy import Proxy
 
 #: Calls at once; each holds a thread while it lasts.
@@ -201,3 +212,132 @@ def _as_it_is(data: bytes) -> bytes:
 
 def _sent(metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
     return tuple((key, value) for key, value in metadata if not key.startswith(("grpc-", "user-agent")))
+
+
+#: Method and tag: that of the request, else that of its transaction, else nothing.
+Key = tuple[str, str]
+
+_TAGGED = {
+    "BeginTransaction": BeginTransactionRequest,
+    "Commit": CommitRequest,
+    "ExecuteSql": ExecuteSqlRequest,
+    "ExecuteStreamingSql": ExecuteSqlRequest,
+    "Read": ReadRequest,
+    "StreamingRead": ReadRequest,
+}
+_WITH_ROWS = ("ExecuteStreamingSql", "StreamingRead")
+
+
+class Counting(Forwarding):
+    """Counts what it forwards.
+
+    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these.
+    """
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._lock = Lock()
+        self.counts: Counter[Key] = Counter()
+        self.bytes: Counter[Key] = Counter()
+        self.rows: Counter[Key] = Counter()
+
+    def clear(self) -> None:
+        with self._lock:
+            for counter in (self.counts, self.bytes, self.rows):
+                counter.clear()
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        key = key_of(method, request)
+        self._add(self.counts, key, 1)
+        counter = _Rows() if key[0] in _WITH_ROWS else None
+        for answer in super().forward(method, request, context):
+            self._add(self.bytes, key, len(answer))
+            if counter:
+                self._add(self.rows, key, counter.more(answer))
+            yield answer
+
+    def _add(self, counter: Counter[Key], key: Key, number: int) -> None:
+        with self._lock:
+            counter[key] += number
+
+
+def key_of(method: str, request: bytes) -> Key:
+    name = method.rpartition("/")[2]
+    if name not in _TAGGED:
+        return name, ""
+    message: Any = _TAGGED[name].pb().FromString(request)
+    return name, message.request_options.request_tag or message.request_options.transaction_tag
+
+
+class _Rows:
+    """Counts the rows of one stream; values come in a row's order, and one may be cut over several answers."""
+
+    def __init__(self) -> None:
+        self._columns = 1
+        self._values = self._rows = 0
+
+    def more(self, answer: bytes) -> int:
+        part: Any = PartialResultSet.pb().FromString(answer)
+        self._columns = len(part.metadata.row_type.fields) or self._columns
+        self._values += len(part.values) - part.chunked_value
+        before, self._rows = self._rows, self._values // self._columns
+        return self._rows - before
+
+
+Handler = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class PubSubServer(Served):
+    """`publish` and `get_topic` are the answers; assign to them. `requests` are the publish requests seen."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.publish: Handler = accept
+        self.get_topic: Handler = lambda request, _context: Topic.pb()(name=request.topic)
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if method.endswith("/Publish"):
+            self.requests.append(publishing := PublishRequest.pb().FromString(request))
+            yield self.publish(publishing, context).SerializeToString()
+        else:
+            assert method.endswith("/GetTopic")
+            yield self.get_topic(GetTopicRequest.pb().FromString(request), context).SerializeToString()
+
+
+def accept(request: Any, _context: grpc.ServicerContext) -> Any:
+    return PublishResponse.pb()(message_ids=[str(n) for n, _ in enumerate(request.messages)])
+
+
+def hang(request: Any, context: grpc.ServicerContext) -> Any:
+    given_up = Event()
+    if context.add_callback(given_up.set):
+        given_up.wait()
+    return accept(request, context)
+
+
+def refuse(code: grpc.StatusCode, details: str = "refused") -> Handler:
+    def answer(_request: Any, context: grpc.ServicerContext) -> Any:
+        context.abort(code, details)
+
+    return answer
+
+
+def to_message(data: bytes, answer: Handler) -> Handler:
+    return lambda request, context: (answer if any(message.data == data for message in request.messages) else accept)(
+        request, context
+    )
+
+
+def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublisher:
+    # gRPC shares connections by address: one that failed would make a later server on the same port look unavailable.
+    options_of_channel = [("grpc.use_local_subchannel_pool", 1)]
+    transport = PublisherGrpcTransport(channel=grpc.insecure_channel(address, options_of_channel))
+    return PubSubPublisher(transport, "project", *arguments, **options)
+
+
+def reasons(outcomes: Mapping[str, Answer]) -> dict[str, str]:
+    return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
+
+
+def sent(outcomes: Mapping[str, Answer]) -> set[str]:
+    return {id for id, outcome in outcomes.items() if isinstance(outcome, Published)}

@@ -1,7 +1,8 @@
-"""A store for the contract tests, and access to its rows from outside: the fake store, and Spanner on the emulator."""
+"""A store for the contract tests, and access to its rows from outside: a fake, a simulated and an emulated Spanner."""
 
 import base64
 import dataclasses
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,6 +16,9 @@ from outbox.table.ddl import added_layout
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import TopicKey
+from tests.simulation.clockwork import Clockwork, Process
+from tests.simulation.spanner import DEFAULT_LATENCIES, Connection, Spanner
+from tests.simulation.table import Table
 from tests.support import real
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request
@@ -51,6 +55,52 @@ class FakeHarness:
     def seen(self, worker: str, seconds: float, liveness_timeout: int) -> None:
         self._fake.seen_at[worker] = self._fake.now - timedelta(seconds=seconds)
         self._fake.liveness_timeout[worker] = liveness_timeout
+
+
+#: Virtual seconds within which each call must end.
+LIMIT = 600.0
+
+
+class SimulatedHarness(FakeHarness):
+    """The simulated store; its rows are those of a fake store with index ranges."""
+
+    def __init__(self) -> None:
+        self._clockwork = Clockwork(seed=1)
+        spanner = Spanner(self._clockwork, 10, DEFAULT_LATENCIES)
+        self._fake: Table = spanner.table
+        self._process = Process("contract")
+        connection: Any = Connection(spanner, self._process)
+        self.store: SpannerStore = _Played(self._clockwork, self._process, connection)  # type: ignore[assignment]  # by name
+
+    def delete(self, id: str) -> None:
+        self._fake.delete(id)
+
+
+class _Played:
+    """Runs each method of a connection in a fiber, and the clock until the fiber has ended."""
+
+    def __init__(self, clockwork: Clockwork, process: Process, connection: Connection) -> None:
+        self._clockwork, self._process, self._connection = clockwork, process, connection
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._connection, name)
+        return (lambda *a, **k: self._play(lambda: value(*a, **k))) if callable(value) else value
+
+    def _play(self, call: Callable[[], Any]) -> Any:
+        answers: list[tuple[Any, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                answers.append((call(), None))
+            except Exception as error:
+                answers.append((None, error))
+
+        self._clockwork.spawn(self._process, run)
+        assert self._clockwork.run(self._clockwork.now + LIMIT, lambda: bool(answers))
+        [(value, error)] = answers
+        if error is not None:
+            raise error
+        return value
 
 
 class SpannerHarness:

@@ -1,6 +1,6 @@
 """A worker that writes its steps to TRACE_FILE: `python -m tests.support.traced_worker run ...`.
 
-TRACED_MODULE is `publishworker`, or a module that prepares the process and then runs it.
+With FULL_DISK, its stdout and stderr are a full disk.
 """
 
 import json
@@ -25,4 +25,8 @@ if __name__ == "__main__":
         return trace.batches_of(untraced(settings, traced, *parts, **more))
 
     app.relay_of = relay_of
-    runpy.run_module(os.environ["TRACED_MODULE"], run_name="__main__", alter_sys=True)
+    if "FULL_DISK" in os.environ:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, 1)
+        os.dup2(full, 2)
+    runpy.run_module("publishworker", run_name="__main__", alter_sys=True)

@@ -10,6 +10,7 @@ assert trial.audit(duplicates=IN_FLIGHT).kept()
 import contextlib
 import dataclasses
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,8 @@ from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.relays import compare, divided, execute, unsent, worker
 from tests.support.rpc import Fault, Faulty
-from tests.support.spanner import query
-from tests.support.waiting import eventually
+from tests.support.spanner import count, query
+from tests.support.waiting import INTERVAL, eventually
 
 BATCH_SIZE, BATCHES = 20, 4
 #: Max tasks in flight in one worker. A killed worker may have published them without marking them.
@@ -120,9 +121,9 @@ class Trial:
         self.notes: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def worker(self, *flags: str, module: str = "publishworker") -> Iterator[Process]:
+    def worker(self, *flags: str, **environment: str) -> Iterator[Process]:
         hosts = {"SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host}
-        more: dict[str, Any] = {"module": module, "trace": self._folder / "trace.jsonl"} | hosts
+        more: dict[str, Any] = {"trace": self._folder / "trace.jsonl"} | hosts | environment
         with worker(self.emulators, self.database, *OPTIONS, *flags, **more) as process:
             yield process
 
@@ -202,17 +203,8 @@ class Trial:
                 self.ledger.orders.setdefault(key, []).append(id)
 
     def settle(self, seconds: float = SETTLE_SECONDS) -> float:
-        begin = next_look = time.monotonic()
-
-        def is_settled() -> bool:  # the emulator reads the whole table for each count
-            nonlocal next_look
-            if (now := time.monotonic()) < next_look:
-                return False
-            next_look = now + CHECK_SECONDS
-            return self.backlog() == 0
-
-        eventually(is_settled, seconds=seconds, message="all tasks marked")
-        self._recovery = time.monotonic() - begin
+        # The emulator reads the whole table for each count.
+        self._recovery = seconds_until(lambda: self.backlog() == 0, seconds, "all tasks marked", CHECK_SECONDS)
         return self._recovery
 
     def wait_for_first_task(self) -> None:
@@ -307,3 +299,22 @@ def id_of(message: PubsubMessage) -> str:
 def rss_mb(pid: int) -> float:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) / 1024
+
+
+def seconds_until(condition: Callable[[], Any], seconds: float, message: str, interval: float = INTERVAL) -> float:
+    begin = time.monotonic()
+    eventually(condition, seconds=seconds, message=message, interval=interval)
+    return time.monotonic() - begin
+
+
+def recorded(database: Database) -> int:
+    return count(database, "Attempts > 0 OR LastError IS NOT NULL OR AvailableAt IS NOT NULL")
+
+
+def log_count(process: Process, action: str) -> int:
+    return sum(json.loads(line)["action"] == action for line in process.stderr.splitlines())
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,9 @@ Value = TypeVar("Value")
 INTERVAL = 0.02
 
 
-def eventually(condition: Callable[[], Value], *, seconds: float = 10.0, message: str = "") -> Value:
+def eventually(
+    condition: Callable[[], Value], *, seconds: float = 10.0, message: str = "", interval: float = INTERVAL
+) -> Value:
     """Return the first true value of `condition`, which is asked at least once. Raises AssertionError after `seconds`.
 
     An AssertionError inside `condition` counts as not yet true; the last one is the cause of the final error.
@@ -23,7 +25,15 @@ def eventually(condition: Callable[[], Value], *, seconds: float = 10.0, message
         if time.monotonic() >= deadline:
             what = message or getattr(condition, "__name__", "the condition")
             raise AssertionError(f"not true within {seconds:g} s: {what} (last value: {value!r})") from cause
-        time.sleep(INTERVAL)
+        time.sleep(interval)
+
+
+def lasting(seconds: float, act: Callable[[], object] = lambda: None, *, interval: float = 0.5) -> None:
+    """Act now, and again after each interval, for so many seconds."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        act()
+        time.sleep(min(interval, left))
 
 
 def _ask(condition: Callable[[], Value]) -> tuple[Value | None, AssertionError | None]:

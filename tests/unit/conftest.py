@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from publishworker.pubsub.publisher import PubSubPublisher
-from tests.support.pubsub_server import PubSubServer, publisher_to
 from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.rpc import PubSubServer, publisher_to
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from publishworker.pubsub import messages, resending
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow
 from tests.support.fakes import FakePublisher, serialized
-from tests.support.outages import hang
-from tests.support.pubsub_server import Handler, PubSubServer, accept, publisher_to, reasons, refuse, sent, to_message
+from tests.support.rpc import Handler, PubSubServer, accept, hang, publisher_to, reasons, refuse, sent, to_message
 
 TOPIC = "projects/project/topics/orders"
 #: Refuses a request because of one of its messages.

@@ -8,8 +8,8 @@ from dataclasses import replace
 from unittest import mock
 
 from outbox.devtools.emulators import Emulators
-from tests.support.counting import Counting
 from tests.support.processes import started
+from tests.support.rpc import Counting
 from tools.benchmarks.bench import Bench, Table, fresh_table
 from tools.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
 from tools.benchmarks.results import Section, figures

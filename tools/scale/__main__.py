@@ -16,10 +16,9 @@ from zlib import crc32
 from matplotlib import pyplot as plt
 from tqdm import tqdm
 
-from tests.simulation.audit import Known
-from tests.simulation.faults import ANSWERS
+from tests.simulation.plan import ANSWERS
 from tests.simulation.spanner import Cpu
-from tests.simulation.world import GOOD, World, quiet
+from tests.simulation.world import World, quiet
 from tools.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tools.benchmarks.page import grid, markdown
 from tools.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
@@ -57,9 +56,7 @@ def arrive(world: World, rate: float, seconds: float) -> None:
     while world.clockwork.now + (pause := random.expovariate(rate)) < end:
         world.clockwork.sleep(pause)
         spanner.book("insert", 1, urgent=True)
-        id, now = f"{random.randrange(10**9):09}-{len(world.audit.tasks)}", world.clockwork.now
-        spanner.table.insert(id, "orders", GOOD, created_at=spanner.table.commit_time())
-        world.audit.committed(id, Known("orders", "", now, now))
+        world.add(f"{random.randrange(10**9):09}-{len(world.audit.tasks)}")
 
 
 def warm(world: World, tasks: int) -> float:

@@ -4,8 +4,7 @@ import statistics
 from dataclasses import replace
 from random import Random
 
-from tests.simulation.audit import Known
-from tests.simulation.world import GOOD, World, quiet
+from tests.simulation.world import World, quiet
 from tools.scale.rates import BASE
 
 #: Seconds until the workers know each other, and for which reads are counted.
@@ -40,14 +39,11 @@ def wake_ups(workers: int) -> dict[str, float]:
     """Register single tasks while all workers are idle. Return how soon they are received, and the records read."""
     with quiet():
         world = _world(workers, wake=True)
-        clockwork, table, random = world.clockwork, world.spanner.table, Random(1)
+        clockwork, random = world.clockwork, Random(1)
         waits = list[float]()
         for number in range(TASKS):
             clockwork.run(clockwork.now + random.uniform(0.5, 1.5))
-            id, now = f"{random.randrange(10**9):09}-{number}", clockwork.now
-            table.insert(id, "orders", GOOD, created_at=table.commit_time())
-            task = Known("orders", "", now, now)
-            world.audit.committed(id, task)
+            task, now = world.add(f"{random.randrange(10**9):09}-{number}"), clockwork.now
             clockwork.after(random.uniform(0.03, 0.15), world._wake)
             clockwork.run(now + 60, lambda task=task: task.received > 0)
             waits.append(1000 * (clockwork.now - now))
