@@ -83,13 +83,6 @@ def test_within_a_slice_the_oldest_task_of_a_priority_is_first() -> None:
     assert ids(choose_batches([due("old", age=9), longer], Limits(2, 1000, 1), Random(1))) == ["longer", "old"]
 
 
-def test_priority_is_global() -> None:
-    """A batch has no less urgent task of its shard while urgent tasks of other shards are pending."""
-    found = [candidate(f"{value}-{shard}", shard=shard, priority=value) for shard in range(10) for value in (9, 1)]
-    first, second = choose_batches(found, Limits(10, 10**6, 2), Random(1))
-    assert (kinds([first]), kinds([second])) == ({"9": 10}, {"1": 10})
-
-
 @given(
     st.lists(
         st.builds(

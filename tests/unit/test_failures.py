@@ -187,39 +187,6 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
     assert rows["c"].last_error is None
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_tasks_behind_a_refused_task_are_deferred(bench: Bench, aborted: bool) -> None:
-    """Tasks before it are sent. A transaction attempt after an abort remembers the failure."""
-    bench.line(*"abcde")
-    bench.publisher.failing = {"b": REFUSED}
-    if aborted:
-        bench.abort_once(bench.publisher.failing.clear)
-    bench.turns()
-    assert [bench.relay.turn().polled for _ in range(3)] == [0, 0, 0]
-    assert bench.publisher.ids() == ["a"]
-    assert states(bench) == {"a": "sent", "b": "dead", **dict.fromkeys("cde", "retrying")}
-    assert [bench.store.rows[id].attempts for id in "abcde"] == [0, 1, 0, 0, 0]
-    for id, seconds in {"c": 60, "d": 60, "e": 3600}.items():
-        assert bench.waits(id) == pytest.approx(seconds, abs=1)
-        assert bench.store.rows[id].blocked_by == "b"
-
-
-def test_an_outage_defers_nothing(bench: Bench) -> None:
-    bench.line("c", "b", "a")
-    bench.publisher.down = {TOPIC: AWAY}
-    bench.turns()
-    bench.publisher.requests.clear()
-    for _ in range(4):
-        bench.wait(10)
-        bench.turns()
-    assert bench.publisher.requests == [["c"]] * 4
-    assert {(row.available_at, row.attempts, row.last_error) for row in bench.store.rows.values()} == {(None, 0, None)}
-    assert bench.count(m.DEFERRED) == 0
-    bench.publisher.down = {}
-    bench.run_for(30, step=10)
-    assert bench.publisher.ids() == ["c", "b", "a"]
-
-
 @pytest.mark.parametrize(("skip_dead", "dead_tasks"), [(False, 1), (True, 4)])
 def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: bool, dead_tasks: int) -> None:
     """One turn records all of a key, not one turn for each task. In block mode only the head is dead."""
@@ -294,18 +261,6 @@ def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
         assert recorded.dead is dead
         assert dead or 0 < wait(recorded) <= 3600
     assert 1800 <= wait(record(Failed(reason, "no"), 500)) <= 3600
-
-
-def test_a_task_keeps_the_time_at_which_it_should_first_have_been_sent() -> None:
-    """Through any number of failures. It is the schedule that the application asked for, and young tasks do not die."""
-    asked = NOW - MICROSECOND
-    row = LockedRow("a", "orders", b"", None, NOW - OLD, asked, None)
-    for attempts in (1, 500):
-        recorded = policy(max_attempts=1).failed_attempt(row, TARGET, NOW)
-        assert (recorded.due_at, recorded.dead) == (asked, False)
-        row = row._replace(available_at=recorded.available_at, attempts=attempts, due_at=recorded.due_at)
-    assert policy(max_attempts=1, dead_after=3600).failed_attempt(row, TARGET, asked + HOUR).dead
-    assert record(UNKNOWN, age=HOUR).due_at == NOW - HOUR
 
 
 @pytest.mark.parametrize("failure", [CONTENT, TARGET, OUTAGE, UNKNOWN])

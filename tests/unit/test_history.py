@@ -364,10 +364,3 @@ def test_pending_tasks_of_a_paused_topic_are_in_no_total():
         "a": Line("a", 9, pending=3, dead=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
         "b": lines[2],
     }
-
-
-def test_an_empty_backlog_has_no_age():
-    empty = Backlog(NOW, (), [])
-    assert (empty.total, empty.oldest, empty.topics(), empty.age(None)) == (Line("", 0), None, {}, 0.0)
-    assert empty.age(Line("a", 0)) == 0.0
-    assert empty.age(Line("a", 0, oldest=NOW + timedelta(seconds=1))) == 0.0

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -267,24 +266,6 @@ def test_each_item_is_in_one_list_and_lists_do_not_overlap() -> None:
     assert sorted(items) == [(n, k) for n in range(8) for k in range(50)]
     assert all([k for n, k in items if n == thread] == list(range(50)) for thread in range(8))
     assert max(map(len, lists)) == 7
-
-
-def test_an_error_reaches_the_thread_that_processes_and_loses_no_item() -> None:
-    """The items that were not processed are in the next list."""
-    answers: Iterator[Exception | None] = iter([LookupError(), None])
-    lists = list[list[str]]()
-
-    def process(items: list[str]) -> None:
-        lists.append(items)
-        collector._items.extend([("left", 0.0)] * (len(lists) == 1))
-        if error := next(answers):
-            raise error
-
-    collector = Collector(process, 5, 0.0)
-    with pytest.raises(LookupError):
-        collector.add("a")
-    collector.add("b")
-    assert lists == [["a"], ["left", "b"]]
 
 
 @pytest.fixture(autouse=True)

@@ -119,19 +119,6 @@ def test_a_marked_task_is_counted_if_its_batch_is_stuck(bench: Bench) -> None:
     publisher.release.set()
 
 
-def test_a_task_not_tried_before_the_deadline_is_unsent_again(bench: Bench) -> None:
-    bench.insert("late", "early", at_most_once=True)
-    bench.publisher.out_of_time.add("late")
-    bench.relay.turn(), bench.relay.turn(), bench.relay.turn()
-    assert bench.publisher.ids() == ["early"]
-    assert bench.unsent() == ["late"]
-    assert (bench.store.rows["late"].attempts, bench.store.rows["late"].last_error) == (0, None)
-    bench.publisher.out_of_time.clear()
-    bench.turns()
-    assert bench.unsent() == []
-    assert bench.count(m.UNCONFIRMED) == 0
-
-
 #: Two batches in flight, probes after 1, 2, 4, 8, 10 s; a worker without credentials loses no task.
 @pytest.mark.parametrize(("failure", "max_lost"), [(LOST, 2 * 10 + 8), (Failed("credentials", "no token"), 0)])
 def test_an_outage_loses_few_at_most_once_tasks(bench: Bench, failure: Failed, max_lost: int) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from outbox.program.output import table
 from outbox.program.terminal import as_json, cell, complain, prepare_streams, say
 from outbox_pipeline.cli import main as outbox_pipeline
 from publishworker.process.cli import main as publishworker
-from tests.support.processes import ROOT
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
 #: Control codes of both sets, format characters, separators, unassigned and lone surrogates among all others.
@@ -279,11 +277,6 @@ def test_a_reader_that_has_enough_causes_no_message(
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["--version"]) == 1
     assert capfd.readouterr().err == ""
-
-
-def test_a_full_disk_for_all_output_has_the_same_exit_code() -> None:
-    line = f"{sys.executable} -m outbox --help > /dev/full 2>&1"
-    assert subprocess.run(["bash", "-c", line], cwd=ROOT, check=False, timeout=60).returncode == 3
 
 
 @pytest.mark.parametrize(

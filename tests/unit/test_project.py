@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,23 @@ ROOT = Path(__file__).parents[2]
 SLOWER = re.compile(r"pytest\.mark\.(extended|long)\b")
 
 
-def promises() -> Iterator[tuple[str, list[str]]]:
-    page = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
-    for promise, tests in re.findall(r"^\| (.+) \| (\[test\]\(.+) \|$", page, re.MULTILINE):
-        links = re.findall(r"\]\(\.\./(tests/[^)#]+)#?(\w*)\)", tests)
-        yield promise, [f"{path}::{name}" if name else path for path, name in links]
+TAG = re.compile(r"\bOUT-[A-Z]+-\d+\b")
+GUARANTEES = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
+#: The name of each guarantee, and its tests: each a file, and a function or an empty text for the whole file.
+NAMED = {
+    tag: re.findall(r"\]\(\.\./(tests/[^)#]+)#?(\w*)\)", links)
+    for tag, links in re.findall(r"^\| (OUT-\S+) \|.*\| (.+) \|$", GUARANTEES, re.MULTILINE)
+}
+PAGE = (ROOT / "docs/architecture/specification.md").read_text(encoding="utf-8")
+_FILES = ("protocol.py", "state.py", "conformance.py", "shards.py")
+SPECIFICATION = [ROOT / "tests/specification" / name for name in _FILES]
 
 
-def is_quick(test: str) -> bool:
-    path, _, name = test.partition("::")
+def tags(files: Iterable[Path]) -> set[str]:
+    return {tag for file in files for tag in TAG.findall(file.read_text(encoding="utf-8"))}
+
+
+def is_quick(path: str, name: str) -> bool:
     if path.startswith("tests/pipeline/"):
         return name in quick.SPARK
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -42,15 +50,36 @@ def is_quick(test: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("promise", "tests"), list(promises()))
-def test_make_test_covers_every_promise(promise: str, tests: list[str]) -> None:
-    """A promise that only `make test-all` covers would break unnoticed for too long."""
-    assert any(map(is_quick, tests)), promise
+@pytest.mark.parametrize("tag", NAMED)
+def test_make_test_covers_every_guarantee(tag: str) -> None:
+    """A guarantee that only `make test-all` covers would break unnoticed for too long."""
+    assert any(is_quick(*test) for test in NAMED[tag])
 
 
-def test_the_page_has_promises() -> None:
-    """The test above reads the table, whatever its form."""
-    assert len(list(promises())) >= 15
+def test_each_guarantee_has_one_name() -> None:
+    assert 15 <= len(NAMED) == len(re.findall(r"^\| .*\[test\]", GUARANTEES, re.MULTILINE))
+    assert {*NAMED} == {*TAG.findall(GUARANTEES)}
+
+
+def test_the_specification_has_each_name_or_the_page_says_why_not() -> None:
+    specified, not_specified = tags(SPECIFICATION), {*TAG.findall(PAGE)}
+    assert specified | not_specified == {*NAMED}
+    assert not specified & not_specified
+
+
+def test_the_code_has_each_name() -> None:
+    code = [file for name in ("outbox", "publishworker", "outbox_pipeline") for file in (ROOT / name).rglob("*.py")]
+    assert tags([*code, *(ROOT / "schema").rglob("*.sql")]) == {*NAMED}
+
+
+def test_the_tests_have_each_name() -> None:
+    """A comment where the test begins; or the docstring of the module, if the guarantee names all its tests."""
+    assert tags({*(ROOT / "tests").rglob("*.py")}.difference(SPECIFICATION)) == {*NAMED}
+    for tag, (path, name) in ((tag, test) for tag, tests in NAMED.items() for test in tests):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        begin = re.search(rf"def {name}\((?:.|\n)*?:  # (.+)", text) if name else re.search(r'"""(.+)', text)
+        assert begin is not None, (tag, path, name)
+        assert tag in TAG.findall(begin[1]), (tag, path, name)
 
 
 WORKFLOW = ROOT / ".github/workflows/release.yml"
@@ -177,45 +206,3 @@ def test_what_builds_the_package_is_locked() -> None:
 def test_a_package_with_another_hash_is_not_installed() -> None:
     install = MAKEFILE.partition("\nINSTALL = ")[2].partition("\n\n")[0]
     assert "pip install --quiet --python $(1) --require-hashes --constraint constraints.txt" in install
-
-
-TAG = re.compile(r"\bOUT-[A-Z]+-\d+\b")
-GUARANTEES = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs/architecture/specification.md").read_text(encoding="utf-8")
-_FILES = ("protocol.py", "state.py", "conformance.py", "shards.py")
-SPECIFICATION = [ROOT / "tests/specification" / name for name in _FILES]
-NAMED = re.findall(r"^\| (OUT-[A-Z]+-\d+) \|", GUARANTEES, re.MULTILINE)
-
-
-def tags(files: Iterable[Path]) -> set[str]:
-    return {tag for file in files for tag in TAG.findall(file.read_text(encoding="utf-8"))}
-
-
-def test_each_guarantee_has_one_name() -> None:
-    assert len(NAMED) == len({*NAMED}) == len(re.findall(r"^\| .*\[test\]", GUARANTEES, re.MULTILINE))
-    assert {*NAMED} == {*TAG.findall(GUARANTEES)}
-
-
-def test_the_specification_has_each_name_or_the_page_says_why_not() -> None:
-    specified, not_specified = tags(SPECIFICATION), {*TAG.findall(PAGE)}
-    assert specified | not_specified == {*NAMED}
-    assert not specified & not_specified
-
-
-def test_the_code_has_each_name() -> None:
-    code = [file for name in ("outbox", "publishworker", "outbox_pipeline") for file in (ROOT / name).rglob("*.py")]
-    files = {*code, *(ROOT / "schema").rglob("*.sql")}.difference(SPECIFICATION)
-    assert tags(files) == {*NAMED}
-
-
-def test_the_tests_have_each_name() -> None:
-    """A comment where the test begins; or the docstring of the module, if the guarantee names all its tests."""
-    files = {*(ROOT / "tests").rglob("*.py")}.difference(SPECIFICATION)
-    assert tags(files) == {*NAMED}
-    rows = re.findall(r"^\| (OUT-\S+) \|.*\| (.+) \|$", GUARANTEES, re.MULTILINE)
-    for tag, links in rows:
-        for path, name in re.findall(r"\]\(\.\./(tests/[^)#]+)#?(\w*)\)", links):
-            text = (ROOT / path).read_text(encoding="utf-8")
-            begin = re.search(rf"def {name}\((?:.|\n)*?:  # (.+)", text) if name else re.search(r'"""(.+)', text)
-            assert begin is not None, (tag, path, name)
-            assert tag in TAG.findall(begin[1]), (tag, path, name)

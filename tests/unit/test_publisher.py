@@ -7,11 +7,10 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import grpc
 import pytest
@@ -111,44 +110,6 @@ def test_a_request_without_an_answer_fails_at_the_deadline(publisher: PubSubPubl
     assert 0.5 <= took < 5
     assert len(seconds_left) == 5
     assert max(seconds_left) < 0.55  # gRPC rounds it up
-
-
-Publish = Callable[[Sequence[LockedRow]], dict[str, str]]
-
-
-def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
-    now, left = [0.0], [*seconds]
-
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        if len(request.messages) > 1 and left:
-            now[0] += left.pop(0)
-        return refuse_poison(request, context)
-
-    server.publish = answer
-    publisher = publisher_to(server.address, clock=lambda: now[0])
-
-    def publish(rows: Sequence[LockedRow]) -> dict[str, str]:
-        outcomes = publisher.publish("orders", rows, 5)
-        return {id: getattr(outcome, "reason", "sent") for id, outcome in outcomes.items()}
-
-    return publish
-
-
-@pytest.mark.parametrize(
-    ("key", "seconds", "bound", "sizes"),
-    [
-        ("k", (1, 3), 10_000, [1, 1, 2, 2, 4]),  # of a key, the half in which the culprit is
-        (None, (3,), 2, [1, 1, 2, 4]),  # the oldest are forgotten, and share a request again
-    ],
-)
-def test_only_the_last_refused_tasks_are_published_singly(
-    server: PubSubServer, key: str | None, seconds: tuple[float, ...], bound: int, sizes: list[int]
-) -> None:
-    publish = slow_publish(server, *seconds)
-    with mock.patch("publishworker.pubsub.publisher.MAX_SEND_ALONE", bound):
-        assert publish([row(id, b"poison" if id == "b" else b"data", key) for id in "abcd"]) == {}
-    assert publish(rows("abcd", key)) == dict.fromkeys("abcd", "sent")
-    assert sorted(len(request.messages) for request in server.requests) == sizes
 
 
 def test_a_request_starts_only_if_half_of_the_timeout_remains(server: PubSubServer) -> None:

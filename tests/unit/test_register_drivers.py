@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from google.cloud.spanner_dbapi import Connection, Cursor
 from google.cloud.spanner_dbapi.parse_utils import get_param_types
 from google.cloud.spanner_v1._helpers import _make_value_pb
 from google.cloud.spanner_v1.session import Session
-from google.cloud.spanner_v1.transaction import Transaction
 from google.cloud.spanner_v1.types import ExecuteSqlRequest
 from google.protobuf.struct_pb2 import Struct
 from sqlalchemy import create_engine
@@ -35,17 +33,6 @@ def session() -> Session:
     created = Session(spanner.client("host:1").instance("instance").database("database"))
     created._session_id = "session"
     return created
-
-
-def of_driver(session: Session, **variables: Any) -> Transaction:
-    """Return the transaction that a DB-API connection begins."""
-    connection = Connection(session._database._instance, session._database, **variables)
-    connection._session = session
-    return connection.transaction_checkout()
-
-
-def register(transaction: Any) -> None:
-    outbox.register(transaction, "orders", b"")
 
 
 @pytest.mark.parametrize(
@@ -183,13 +170,6 @@ def test_an_abandoned_session_returns_its_connection_to_the_pool(
     abandon()
     gc.collect()
     assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # of a QueuePool
-
-
-def test_nothing_is_refused_if_the_driver_is_not_loaded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    transaction = of_driver(session)
-    monkeypatch.delitem(sys.modules, "google.cloud.spanner_dbapi")
-    register(transaction)
-    assert len(transaction._mutations) == 1
 
 
 class Rolling:

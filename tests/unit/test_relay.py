@@ -20,26 +20,12 @@ from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Next, Published
 from tests.support.fakes import Abort
 from tests.support.parts import claim_of
-from tests.support.relay_bench import Bench, SlowPublisher, overtake
+from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
 
 ORDERS, INVOICES = "projects/test-project/topics/orders", "projects/test-project/topics/invoices"
 NO_ANSWER = StoreError("deadline exceeded")
 LATER = datetime(2026, 1, 1, 13, tzinfo=UTC)
-
-
-def test_an_aborted_transaction_publishes_no_task_twice(bench: Bench) -> None:
-    bench.insert("first")
-    bench.turns()
-    assert bench.count(m.ABORTED) == 0
-    bench.insert("a", "b", "bad")
-    bench.publisher.failing["bad"] = Failed("invalid_argument", "no")
-    bench.commits(Abort(), Abort(), Abort())
-    turns = bench.turns()
-    assert sorted(bench.publisher.ids()) == ["a", "b", "first"]
-    assert bench.unsent() == ["bad"]
-    assert (bench.count(m.PUBLISHED), bench.count(m.FAILED), sum(turn.failed for turn in turns)) == (3, 1, 1)
-    assert bench.count(m.ABORTED) == 3
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
     """Tasks of a batch that failed with the same error, in the same attempt, share a line."""
     result = failing("abc", dead=1)
     recorded = {**result.recorded, "a": replace(result.recorded["a"], trace_id="1" * 32)}
-    result = replace(result, recorded=recorded)
+    result = replace(result, recorded=recorded, aborted=2)
     watch.reporter.report_batch(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "2 tasks of topic orders (b, c) failed in attempt 2: not_found: no such topic. "
@@ -121,7 +121,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
         (again, {**about, "outcome": "retrying", "task_ids": ["b", "c"], "attempt": 2}),
     ]
     assert watch.actions() == ["dead", "retrying"]
-    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1}
+    assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1, m.ABORTED.name: 2}
 
 
 def test_each_task_that_may_be_lost_is_named(watch: Watch) -> None:
