@@ -218,30 +218,29 @@ def test_lower_priorities_keep_their_share_while_batches_are_slow(monkeypatch: p
     assert kinds["mid"] + kinds["low"] >= 15
 
 
+#: How many index ranges each read of the store has.
+RANGES: dict[str, Callable[..., int]] = {
+    "poll": lambda request: request.ranges,
+    "discover": lambda shards, known, **_: len(shards) * (len(known) + 1),
+    "seconds_until_due": lambda shards, topics: len(shards) * len(topics),
+    "key_heads": lambda keys, *_, **__: len(keys),
+}
+
+
 class SlowSpanner(Bench):
     """Each index range of a read takes `seconds`; a read that takes more than 30 s fails after 30 s."""
 
     def __init__(self, seconds: float, **options: Any) -> None:
         super().__init__(**options)
         self.seconds_of_range = seconds
-        self.longest = 0.0
         self.asked: list[int] = []
         self.timeouts = 0
-        store = self.store
-        store.poll = self.reading(store.poll, lambda request: request.ranges)  # type: ignore[method-assign]  # slow
-        store.discover = self.reading(  # type: ignore[method-assign]  # slow
-            store.discover, lambda shards, known, **_: len(shards) * (len(known) + 1)
-        )
-        store.seconds_until_due = self.reading(  # type: ignore[method-assign]  # slow
-            store.seconds_until_due, lambda shards, topics: len(shards) * len(topics)
-        )
-        store.key_heads = self.reading(  # type: ignore[method-assign]  # slow
-            store.key_heads, lambda keys, *_, **__: len(keys)
-        )
+        for name in RANGES:
+            setattr(self.store, name, self.slow(name, getattr(self.store, name)))
 
-    def reading(self, read: Callable[..., Any], ranges: Callable[..., int]) -> Callable[..., Any]:
+    def slow(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*arguments: Any, **keywords: Any) -> Any:
-            self.asked.append(ranges(*arguments, **keywords))
+            self.asked.append(RANGES[name](*arguments, **keywords))
             seconds = self.asked[-1] * self.seconds_of_range
             self.wait(min(seconds, 30.0))
             if seconds > 30.0:
@@ -251,19 +250,16 @@ class SlowSpanner(Bench):
 
         return slow
 
-    def settled_turn(self) -> None:
-        self.relay.turn()
-        self.relay.finish()
-        self.wait(0.1)
-
     def send_all(self, turns: int) -> int:
         """Run turns until everything is sent; return how many."""
         for number in range(turns):
             if not self.unsent():
                 return number
             try:
-                self.settled_turn()
-                self.relay._poller.find_next_due()
+                self.relay.turn()
+                self.relay.finish()
+                self.wait(0.1)
+                self.relay.find_next_due()
             except StoreError:
                 self.wait(1)
         return turns

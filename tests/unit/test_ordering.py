@@ -18,7 +18,6 @@ from publishworker.turn import ordering
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, parts
 from publishworker.types import (
-    Deferred,
     Failed,
     KeyHeads,
     LockedRow,
@@ -337,24 +336,14 @@ def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
     ("marks", "skip_dead", "released_ids"),
     [
         ({"a": Published("1"), "b": Published("2")}, False, ["c"]),
-        ({"a": Published("1")}, False, ["b"]),
-        ({}, False, []),  # the head is ready: the poll sees the key by it
-        ({"a": NotSent(1, LATER, None, "no"), "b": Deferred(LATER, "a")}, False, []),
         ({"a": NotSent(1, NEVER, None, "no")}, False, []),
         ({"a": NotSent(1, NEVER, None, "no")}, True, ["b"]),
-        ({"a": Published("1"), "b": NotSent(1, NEVER, None, "no")}, True, ["c"]),
-        ({"a": Published("1"), "b": NotSent(1, LATER, None, "no")}, False, []),
     ],
 )
 def test_the_deferred_task_that_becomes_the_head_is_released(
     marks: dict[str, RowChange], skip_dead: bool, released_ids: list[str]
 ) -> None:
     deferred = {"available_at": LATER, "deferred": True}
-    rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
-    batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c", "d"))
+    rows = [row("a"), row("b", **deferred), row("c", **deferred)]
+    batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c",))
     assert list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
-    # A head that has expired since the poll blocks no task.
-    rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]
-    behind = [each.id for each in rows if each.deferred and each.ordering_key == "k" and each.id not in marks]
-    released = list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead)))
-    assert released == (behind if released_ids else [])

@@ -20,7 +20,7 @@ from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Next, Published
 from tests.support.fakes import Abort
 from tests.support.parts import claim_of
-from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
 
 ORDERS, INVOICES = "projects/test-project/topics/orders", "projects/test-project/topics/invoices"
