@@ -15,23 +15,21 @@ from google.api_core.retry import AsyncRetry
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1._async.transaction import Transaction
 
-from outbox import cancellation
 from outbox.base.values import class_name
 from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
 from outbox.observing import count_registered
-from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
-from outbox.table.layouts import Layout
+from outbox.registration import CANCEL_OPTIONS, COLUMNS, TABLE, Options, Task, check_not_registered, delete, task_row
+from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
 from outbox.table.transactions import (
     IN_TRANSACTION_SECONDS,
     PrimaryKey,
     SupportsDelete,
     SupportsInsert,
+    changes,
     check_open,
-    deleted,
     insert,
-    inserted,
     retry_and_timeout,
 )
 
@@ -48,28 +46,12 @@ class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
     """Reads, runs queries and accepts mutations: the transaction of an `AsyncClient`."""
 
     async def read(
-        self,
-        table: str,
-        columns: Sequence[str],
-        keyset: KeySet,
-        /,
-        *,
-        request_options: Any,
-        retry: Any,
-        timeout: Any,  # noqa: ASYNC109 - the client's name
+        self, table: str, columns: Sequence[str], keyset: KeySet, /, *, request_options: Any, retry: Any, timeout: Any
     ) -> AsyncIterable[Sequence[Any]]:
         """Return the rows of `keyset`."""
 
     async def execute_sql(
-        self,
-        sql: str,
-        /,
-        *,
-        params: Any,
-        param_types: Any,
-        request_options: Any,
-        retry: Any,
-        timeout: Any,  # noqa: ASYNC109 - the client's name
+        self, sql: str, /, *, params: Any, param_types: Any, request_options: Any, retry: Any, timeout: Any
     ) -> AsyncIterable[Sequence[Any]]:
         """Return the rows of a query."""
 
@@ -140,12 +122,12 @@ async def _insert_once(
     keys, tags = KeySet(keys=[list(key)]), {"request_tag": tag}
     rows = await transaction.read(table, columns[: len(key)], keys, request_options=tags, **_limits())
     # To the end, as in outbox.register_once.
-    exists = [each async for each in rows] and not (table == TABLE and key[0] in deleted(transaction))
+    exists = [each async for each in rows] and not (table == TABLE and key[0] in changes(transaction).deleted)
     # After the read, because another coroutine may have inserted the row in the meantime.
-    if exists or key in inserted(transaction):
+    if exists or key in changes(transaction).inserted:
         return False
     insert(transaction, table, columns, [row])
-    inserted(transaction).add(key)
+    changes(transaction).inserted.add(key)
     return True
 
 
@@ -212,7 +194,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     _check(transaction, "cancel")
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
-        rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST_OPTIONS, **_limits())
+        rows = await transaction.execute_sql(sql, **parameters(values), **CANCEL_OPTIONS, **_limits())
         return [row async for row in rows]
 
     check_task_id(task_id)
@@ -220,14 +202,14 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     async with _cancelling.setdefault(transaction, asyncio.Lock()):
         [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=task_id)
         # After the read, because another coroutine may have registered the task in the meantime.
-        cancellation.check_not_registered(task_id, inserted(transaction))
-        if not is_unsent or task_id in deleted(transaction):
+        check_not_registered(task_id, changes(transaction).inserted)
+        if not is_unsent or task_id in changes(transaction).deleted:
             return False
         heads: list[Sequence[Any]] = []
         if ordering_key is not None:
             layout = Layout.usable(await query(LAYOUTS))
-            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*deleted(transaction), task_id])
-        cancellation.delete(transaction, task_id, [id for (id,) in heads])
+            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*changes(transaction).deleted, task_id])
+        delete(transaction, task_id, [id for (id,) in heads])
         return True
 
 

@@ -23,8 +23,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.admin import operator_sql
 from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
 from outbox.base.schedules import FOLLOW
-from outbox.base.times import shown
-from outbox.base.values import chunked, in_utc
+from outbox.base.values import chunked, in_utc, shown
 from outbox.errors import PositionExpired
 from outbox.message import check_topic, parsed
 from outbox.table import schema

@@ -14,10 +14,9 @@ from typing import Any
 from outbox._version import __version__
 from outbox.admin.flags import add_reason
 from outbox.base.lazy import need
-from outbox.base.times import spoken
+from outbox.base.values import spoken
 from outbox.program import logs
-from outbox.program.arguments import Parser
-from outbox.program.settings import Settings, unknown_variables
+from outbox.program.settings import Parser, Settings, unknown_variables
 from outbox.program.terminal import Escaped, as_json, cell, ended, prepare_streams, say
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings, ReplaySettings
 from outbox_pipeline.spark.session import is_submitted

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 from outbox.table.controls import TopicControls
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import is_dead
 
 #: The phases of a poll and of a batch whose durations are reported.

@@ -25,8 +25,7 @@ from outbox.admin.selection import ANY_UNSENT as ANY_UNSENT  # noqa: PLC0414 - c
 from outbox.admin.selection import Outcome as Outcome  # noqa: PLC0414 - they get it
 from outbox.admin.selection import TaskSelection as TaskSelection  # noqa: PLC0414 - callers pass it to a change
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
-from outbox.base.times import shown
-from outbox.base.values import chunked
+from outbox.base.values import chunked, shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.terminal import escaped
 from outbox.registration import TABLE

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outbox import admin
-from outbox.base.times import shown
-from outbox.base.values import MAX_ID_CHARACTERS, json_value
+from outbox.base.values import MAX_ID_CHARACTERS, json_value, shown
 from outbox.errors import OutboxError, SettingError
-from outbox.program.output import named, note
 from outbox.program.settings import (
     MOMENT,
     SWITCH,
@@ -27,7 +25,7 @@ from outbox.program.settings import (
     resolved,
     whole_number,
 )
-from outbox.program.terminal import escaped
+from outbox.program.terminal import escaped, named, note
 
 MAX_TOPIC_CHARACTERS = 400
 #: Max bytes of a file that a user passes: the JSON of some 500,000 tasks. It is read into memory.

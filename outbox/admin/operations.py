@@ -13,7 +13,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operator_sql
 from outbox.admin.selection import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import OutboxError
 from outbox.program.settings import one_of
 from outbox.table.ddl import OPERATIONS

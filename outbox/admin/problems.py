@@ -10,9 +10,8 @@ from outbox.admin.operations import Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import Worker, open_circuits
-from outbox.base.times import spoken
-from outbox.base.values import counted
-from outbox.program.output import SHOWN
+from outbox.base.values import counted, spoken
+from outbox.program.terminal import SHOWN
 from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.controls import problems as invalid
 

@@ -17,11 +17,10 @@ from outbox.admin import operations, operator_sql
 from outbox.admin.operations import UNNAMED, Author, Operation
 from outbox.admin.table import TaskTable, Transaction
 from outbox.base.schedules import FOLLOW
-from outbox.base.times import shown
-from outbox.base.values import counted, listed
+from outbox.base.values import counted, listed, shown
 from outbox.errors import OutboxError
 from outbox.table import ddl, schema
-from outbox.table.layouts import COLUMN, Layout
+from outbox.table.ddl import COLUMN, Layout
 from outbox.table.shared_sql import WORKERS
 
 #: States of a layout in AsynchronousTaskShards.

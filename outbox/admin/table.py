@@ -19,7 +19,7 @@ from outbox.program.settings import DatabaseSettings, PubSubSettings
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import CONTROLS, TopicControls
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.shared_sql import NOW, parameters
 from outbox.table.transactions import PESSIMISTIC, check_database, retry_and_timeout, transact
 

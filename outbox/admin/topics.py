@@ -77,7 +77,7 @@ def check_destinations(
 
     The error says to create the topic, and what the caller can do `otherwise`.
     """
-    from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
+    from outbox.program.channels import check_topic  # noqa: PLC0415 - imports the client
 
     names = (topic_name(topic, table.project) for topic in sorted({*filter(None, topics)}))
     found = (check_topic(table.pubsub, name, otherwise) for name in names)

@@ -14,7 +14,7 @@ from outbox.admin import operator_sql
 from outbox.admin.reshard import POLLED
 from outbox.admin.table import TaskTable, read_before
 from outbox.base.values import json_object
-from outbox.table.layouts import MAX_SHARDS, Layout
+from outbox.table.ddl import MAX_SHARDS, Layout
 
 _TAG = "outbox-workers"
 #: The time until the heartbeats tell who polls the shards of a worker that has just started or left. The others notice

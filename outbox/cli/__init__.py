@@ -22,10 +22,8 @@ from outbox.cli import (
 )
 from outbox.console import command as console_command
 from outbox.devtools import command as emulators_command
-from outbox.program import output
-from outbox.program.arguments import Parser
-from outbox.program.settings import one_of, unknown_variables
-from outbox.program.terminal import Escaped, ended, prepare_streams, say
+from outbox.program.settings import Parser, one_of, unknown_variables
+from outbox.program.terminal import Escaped, ended, note, prepare_streams, say
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     for sentence in unknown_variables():
-        output.note(sentence)
+        note(sentence)
     code: int | None = options.run(options)
     return code or 0
 

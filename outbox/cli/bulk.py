@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.base.times import spoken
-from outbox.base.values import counted
+from outbox.base.values import counted, spoken
 from outbox.errors import OutboxError
-from outbox.program.output import named, note
 from outbox.program.signals import handled
-from outbox.program.terminal import Escaped, as_json, say
+from outbox.program.terminal import Escaped, as_json, named, note, say
 from outbox.table.states import CANCELLED, STATES
 
 #: The commands ask for confirmation above this number of tasks.

@@ -9,15 +9,13 @@ from typing import Any
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.base.times import shown
-from outbox.base.values import counted
+from outbox.base.values import counted, shown
 from outbox.cli import bulk
 from outbox.errors import SettingError
 from outbox.program import logs
-from outbox.program.output import SHOWN, confirm, note, shortened
-from outbox.program.output import table as tabulated
 from outbox.program.settings import MOMENT, one_of, resolved
-from outbox.program.terminal import as_json, say
+from outbox.program.terminal import SHOWN, as_json, confirm, note, say, shortened
+from outbox.program.terminal import table as tabulated
 from outbox.table.states import CHANGED
 
 RETRY_DESCRIPTION = """\

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from outbox import admin
-from outbox.base.times import spoken
-from outbox.program.output import SHOWN, shortened, table
-from outbox.program.terminal import Escaped, joined
+from outbox.base.values import spoken
+from outbox.program.terminal import SHOWN, Escaped, joined, shortened, table
 
 #: The states in which LastError is the reason for the state.
 FAILING = ("dead", "retrying")

@@ -6,13 +6,11 @@ from typing import Any
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.base.times import shown
-from outbox.base.values import counted
+from outbox.base.values import counted, shown
 from outbox.cli import bulk
 from outbox.program import logs
-from outbox.program.output import note, shortened, table
 from outbox.program.settings import one_of
-from outbox.program.terminal import as_json, say
+from outbox.program.terminal import as_json, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\

@@ -9,8 +9,7 @@ from outbox.base.values import counted
 from outbox.program.settings import DatabaseSettings, SettingType, whole_number
 from outbox.program.terminal import Escaped, say
 from outbox.table import ddl
-from outbox.table.layouts import MAX_SHARDS
-from outbox.table.splits import points
+from outbox.table.ddl import MAX_SHARDS, points
 
 SCHEMA_DESCRIPTION = "Print or create the outbox's tables, or change their number of shards."
 PRINT_DESCRIPTION = """\

@@ -9,14 +9,12 @@ from typing import Any, TypeAlias
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.base.times import shown, spoken
-from outbox.base.values import counted
+from outbox.base.values import counted, shown, spoken
 from outbox.cli import error_tables
 from outbox.errors import OutboxError, SettingError
-from outbox.program.output import bars, note, table
 from outbox.program.settings import SECONDS, whole_number
 from outbox.program.signals import exit_on
-from outbox.program.terminal import Escaped, as_json, cell, joined, say
+from outbox.program.terminal import Escaped, as_json, bars, cell, joined, note, say, table
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those registered (IN/MIN) and sent

@@ -12,14 +12,12 @@ from typing import Any
 from outbox import admin
 from outbox.admin import flags, messages
 from outbox.base.schedules import FOLLOW
-from outbox.base.times import shown, spoken
-from outbox.base.values import counted
+from outbox.base.values import counted, shown, spoken
 from outbox.cli import error_tables
 from outbox.errors import OutboxError, PositionExpired
-from outbox.program.output import by_field, note, shortened, table
 from outbox.program.settings import MOMENT, resolved
 from outbox.program.signals import exit_on
-from outbox.program.terminal import as_json, cell, escaped, say, write
+from outbox.program.terminal import as_json, by_field, cell, escaped, note, say, shortened, table, write
 from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
 
 LIST_DESCRIPTION = """\

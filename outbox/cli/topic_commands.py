@@ -12,9 +12,8 @@ from outbox.base.values import counted, json_value, topic_name
 from outbox.cli import bulk
 from outbox.cli.status_command import fields, listing, read_noted
 from outbox.errors import SettingError
-from outbox.program.output import by_field, confirm, named, note
 from outbox.program.settings import did_you_mean, one_of
-from outbox.program.terminal import Escaped, as_json, escaped, say
+from outbox.program.terminal import Escaped, as_json, by_field, confirm, escaped, named, note, say
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 
 PAUSE_DESCRIPTION = """\
@@ -99,7 +98,7 @@ def add(commands: Any) -> None:
     counts = ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1), (forgetting, 1))
     for parser, count in counts:
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
-    for name, (flag, text, _, kind, _) in VALUES.items():
+    for name, (flag, text, _, kind) in VALUES.items():
         flags.add(setting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=name)
     field = one_of(*NAMES)
     flags.add(
@@ -315,7 +314,7 @@ def parsed(value: Any) -> dict[str, TopicControls]:
 
 def _number(name: str, value: Any) -> Any:
     """Return the value of a field: JSON does not tell 5 from 5.0 and 5e0, but Spanner does."""
-    bounds = VALUES[name].bounds if name in VALUES else None
+    bounds = VALUES[name].kind.bounds if name in VALUES else None
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # whatever the notation is
     return float(value) if bounds and bounds.kind is float and bounds.contain(value) else value

@@ -6,11 +6,9 @@ from typing import Any
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.base.times import shown, spoken
-from outbox.base.values import counted
+from outbox.base.values import counted, shown, spoken
 from outbox.cli import error_tables
-from outbox.program.output import named, note, table
-from outbox.program.terminal import as_json, say
+from outbox.program.terminal import as_json, named, note, say, table
 
 DESCRIPTION = """\
 List the live workers with their shards, their in-flight batches, the part of their

@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from outbox import admin
 from outbox.admin.history import MINUTES, History, Values
 from outbox.admin.operations import Operation
-from outbox.base.times import spoken
-from outbox.base.values import counted, listed
+from outbox.base.values import counted, listed, spoken
 
 #: The ranges of time by the name that the address has, each with its minutes, and those between two ticks.
 RANGES = {"1h": (60, 15), "15m": (15, 5)}

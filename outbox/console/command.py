@@ -14,7 +14,6 @@ from outbox.admin import flags
 from outbox.base.lazy import install, need
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
-from outbox.program.output import note
 from outbox.program.settings import (
     SWITCH,
     DatabaseSettings,
@@ -27,7 +26,7 @@ from outbox.program.settings import (
     setting,
 )
 from outbox.program.signals import exit_on
-from outbox.program.terminal import say
+from outbox.program.terminal import note, say
 
 #: Longer than Google's load balancers keep an idle connection, 600 s, so that none of them uses one that is closed.
 KEEP_ALIVE_SECONDS = 620

@@ -19,7 +19,7 @@ from outbox.admin import flags
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author, Operation
 from outbox.admin.tasks import Task
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError

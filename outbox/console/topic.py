@@ -9,7 +9,7 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox import admin
 from outbox.admin.operations import Operation
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError

@@ -33,8 +33,7 @@ from outbox.admin.flags import TEXT, command_line
 from outbox.admin.operations import Author, Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.workers import runs
-from outbox.base.times import spoken
-from outbox.base.values import counted, listed
+from outbox.base.values import counted, listed, spoken
 from outbox.console import charts
 from outbox.console.readings import HEADS, OPERATIONS, Running, Shared
 from outbox.console.roles import Refused, Role

@@ -18,9 +18,8 @@ from outbox.admin import flags
 from outbox.base.values import TOPIC_ID
 from outbox.devtools.child_process import tied
 from outbox.errors import OutboxError, SettingError
-from outbox.program.output import note
 from outbox.program.settings import PREFIX, DatabaseSettings, matching, whole_number
-from outbox.program.terminal import INTERRUPTED, say
+from outbox.program.terminal import INTERRUPTED, note, say
 from outbox.table.ddl import cut
 
 #: Seconds between two checks that the emulators and the worker are running.

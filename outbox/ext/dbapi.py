@@ -18,12 +18,11 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
 from outbox.base.values import chunked, class_name
-from outbox.cancellation import check_not_registered, next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message, check_task_id
-from outbox.registration import Options, Task
+from outbox.registration import Options, Task, check_not_registered, next_heads
 from outbox.table.shared_sql import EXCLUSIVE, LOCK_UNSENT, RELEASED
 
 E = TypeVar("E", bound=BaseException)

@@ -17,9 +17,8 @@ from typing import Any
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 
-from outbox.inbox.batch import BatchReceiver
 from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
-from outbox.inbox.receiver import Handle, Missing, PulledMessage, Receiver, Settings, name_of
+from outbox.inbox.receiver import BatchReceiver, Handle, Missing, PulledMessage, Receiver, Settings, name_of
 from outbox.table.transactions import check_database
 
 __all__ = [

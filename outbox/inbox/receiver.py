@@ -1,25 +1,30 @@
-"""The callback for a streaming pull that processes one message in each transaction."""
+"""The callbacks for a streaming pull: one message in each transaction, or the messages that arrive together in one."""
 
 import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial, update_wrapper
 from itertools import count
 from traceback import walk_tb
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
+from google.api_core.exceptions import DeadlineExceeded, RetryError, ServiceUnavailable
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.base.values import check_finished, counted, listed
 from outbox.errors import InvalidTransaction, MissingTaskId, NotReached
-from outbox.inbox.once import Key, ReceivedMessage, inbox_row, process_once
+from outbox.inbox.once import COLUMNS, TABLE, Key, ReceivedMessage, inbox_row, process_once, table_errors
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.observing import count_delivery, processing
-from outbox.table.transactions import transact
+from outbox.table.transactions import PrimaryKey, existing, insert, transact
 
 T = TypeVar("T")
 
@@ -29,7 +34,10 @@ Missing: TypeAlias = Literal["nack", "raise"]
 #: Changes the subscriber's rows in the transaction before it returns. It must not be `async def`, nor contain `yield`.
 Handle: TypeAlias = Callable[[Transaction, Any], object]
 
-log = logging.getLogger("outbox")
+#: Errors that may mean that Spanner is unavailable: each further message would wait as long.
+_UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
+
+_log = logging.getLogger("outbox")
 
 
 class PulledMessage(ReceivedMessage, Protocol):
@@ -66,6 +74,8 @@ class Receiver:
     Unit tests can call the attribute `handle`, the wrapped function.
     """
 
+    _takes_list = False
+
     def __init__(self, settings: Settings, handle: Handle) -> None:
         self._settings, self.handle = settings, handle
         update_wrapper(self, handle, updated=())
@@ -96,7 +106,7 @@ class Receiver:
         """
         outcome = "failed"
         try:
-            inbox_row(message, self._settings.consumer, self._settings.key)  # before a transaction begins
+            self._row(message)  # before a transaction begins
             with processing(self._settings.consumer, message):
                 is_first = self._run(lambda transaction: self._attempt(transaction, message))
             outcome = "processed" if is_first else "duplicate"
@@ -106,6 +116,9 @@ class Receiver:
         finally:
             count_delivery(self._settings.consumer, outcome)
         return is_first
+
+    def _row(self, message: ReceivedMessage) -> tuple[str, str]:
+        return inbox_row(message, self._settings.consumer, self._settings.key)
 
     def _receive(self, message: PulledMessage) -> Exception | None:
         """Process and acknowledge the message. Return the error for which it is negatively acknowledged."""
@@ -135,7 +148,7 @@ class Receiver:
             if next(answers) == len(messages):
                 for messages_of_text, error in _by_text(refused):
                     text = "%s may be redelivered, because the acknowledgement failed: %s"
-                    log.warning(text, self._describe(messages_of_text), error)
+                    _log.warning(text, self._describe(messages_of_text), error)
 
         for message in messages:
             message.ack_with_response().add_done_callback(partial(answered, message))
@@ -144,10 +157,11 @@ class Receiver:
         """Log each error text once, and one traceback for each line of code that raised errors."""
         places = set[object]()
         for messages, error in _by_text(failures):
-            has_trace = not isinstance(error, MissingTaskId | EarlierFailed) and place_of(error) not in places
+            was_raised = error.__traceback__ is not None and not isinstance(error, MissingTaskId)
+            has_trace = was_raised and place_of(error) not in places
             places.add(place_of(error))
             text = "%s failed and will be redelivered: %s"
-            log.error(text, self._describe(messages), error, exc_info=error if has_trace else None)
+            _log.error(text, self._describe(messages), error, exc_info=error if has_trace else None)
 
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
@@ -158,28 +172,114 @@ class Receiver:
 
     def _attempt(self, transaction: Transaction, message: ReceivedMessage) -> bool:
         settings = self._settings
-        if not process_once(transaction, message, consumer=settings.consumer, key=settings.key):
-            return False
-        with uncommitted(transaction):
+        is_first = process_once(transaction, message, consumer=settings.consumer, key=settings.key)
+        if is_first:
             self._call(transaction, [message])
-        return True
+        return is_first
 
     def _call(self, transaction: Transaction, messages: Sequence[ReceivedMessage]) -> None:
-        # A result that is not read was never sent: the client sends a statement when its first row is read.
         with ExitStack() as stack:
+            stack.enter_context(_refusing(transaction, _COMMIT, _COMMIT_REFUSED))
             for message in messages:
-                stack.enter_context(unsettled(message))
-            result = self._handled(transaction, messages)
+                stack.enter_context(_refusing(message, _ACK, _ACK_REFUSED))
+            result = self.handle(transaction, [*messages] if self._takes_list else messages[0])
+        # A result that is not read was never sent: the client sends a statement when its first row is read.
         check_finished(result, name_of(self.handle), StreamedResultSet)
-
-    def _handled(self, transaction: Transaction, messages: Sequence[ReceivedMessage]) -> object:
-        return self.handle(transaction, messages[0])
 
     def _describe(self, messages: Sequence[ReceivedMessage]) -> str:
         ids = [message.attributes.get(TASK_ID_ATTRIBUTE) or "without an ID" for message in messages]
         if len(ids) > 1:
             return f"Consumer {self._settings.consumer}: {counted(len(ids), 'task')} ({listed(ids)})"
         return f"Consumer {self._settings.consumer}: task {ids[0]} (message {messages[0].message_id})"
+
+
+class BatchReceiver(Receiver):
+    """The callback for a streaming pull. `process` is for one message, as in a `Receiver`.
+
+    Unit tests can call the attribute `handle`, the wrapped function, with a list of messages.
+    """
+
+    _takes_list = True
+
+    def __init__(self, settings: Settings, handle: Handle, max_batch: int, max_delay: float) -> None:
+        super().__init__(settings, handle)
+        self._batches = Collector[PulledMessage](self._receive_all, max_batch, max_delay)
+
+    def __call__(self, message: PulledMessage) -> None:
+        """Let the message wait for others, or process those that wait. See `Receiver`.
+
+        The client extends the deadline of waiting messages, and its flow control limits their number.
+        """
+        try:
+            self._row(message)
+        except MissingTaskId:
+            super().__call__(message)
+        else:
+            self._batches.add(message)
+
+    def _receive_all(self, messages: list[PulledMessage]) -> None:
+        """Process messages, together if there are several. Raises what ends the streaming pull."""
+        try:
+            if len(messages) == 1 or not self._receive_together(messages):
+                self._receive_singly(messages)
+        except BaseException:
+            # The streaming pull does this for the message of this call only.
+            for message in messages:
+                message.nack()
+            raise
+
+    def _receive_together(self, messages: list[PulledMessage]) -> bool:
+        """Process and acknowledge the messages. Return whether that succeeded."""
+        try:
+            with table_errors():
+                new = self._run(lambda transaction: self._attempt_all(transaction, messages))
+        except NotReached:
+            raise
+        except Exception as error:
+            text = "Consumer %s: a batch failed, so its %d messages get a transaction each: %s"
+            _log.warning(text, self._settings.consumer, len(messages), error)
+            return False
+        for message in messages:
+            count_delivery(self._settings.consumer, "processed" if id(message) in new else "duplicate")
+        self._acknowledge(messages)
+        return True
+
+    def _attempt_all(self, transaction: Transaction, messages: list[PulledMessage]) -> set[int]:
+        """Call the function with the first message of each task that was not processed. Return `id()` of these."""
+        first: dict[PrimaryKey, PulledMessage] = {self._row(message): message for message in reversed(messages)}
+        for row in existing(transaction, TABLE, COLUMNS[:2], {*first}, tag="outbox-process-once"):
+            del first[row]
+        new = [message for message in messages if first.get(self._row(message)) is message]
+        if new:
+            insert(transaction, TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP) for row in sorted(first)])
+            with processing(self._settings.consumer, *new):
+                self._call(transaction, new)
+        return {*map(id, new)}
+
+    def _receive_singly(self, messages: list[PulledMessage]) -> None:
+        """Process each message in its own transaction. After two unavailable errors in a row, reject the rest untried.
+
+        The cause of only one such error may be its message.
+        """
+        failed, outage, unavailable = set[str](), None, None
+        failures = list[Failure]()
+        try:
+            for message in messages:
+                key = getattr(message, "ordering_key", "")
+                error = outage
+                if key and key in failed:
+                    error = outage or Exception(f"an earlier message of its ordering key {key!r} failed")
+                if error:
+                    count_delivery(self._settings.consumer, "failed")
+                    message.nack()
+                elif error := self._receive(message):
+                    failed.add(key)
+                failures += [(message, error)] if error else []
+                if not outage:
+                    before, unavailable = unavailable, error if isinstance(error, _UNAVAILABLE) else None
+                    outage = before and unavailable
+        finally:
+            self._log_failures(failures)
 
 
 #: A message, and the error for which it will be redelivered.
@@ -200,33 +300,23 @@ def place_of(error: BaseException) -> object:
     return type(error), *frames[-1:]
 
 
-class EarlierFailed(Exception):
-    """An earlier message of the ordering key failed, so the function was not called for this one."""
-
-
 def name_of(function: object) -> str:
     """Return the name of a function for messages."""
     return getattr(function, "__qualname__", repr(function))
 
 
-def uncommitted(transaction: Transaction) -> AbstractContextManager[None]:
-    """Refuse `commit` and `rollback` in the block. A commit would lose later writes, a rollback all writes."""
-    return _refusing(
-        transaction,
-        ("commit", "rollback"),
-        "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
-        "committed; raise an exception, and it is rolled back",
-    )
-
-
-def unsettled(message: object) -> AbstractContextManager[None]:
-    """Refuse `ack` and `nack` in the block. If the function then fails, Pub/Sub would not redeliver the message."""
-    return _refusing(
-        message,
-        ("ack", "ack_with_response", "nack", "nack_with_response"),
-        "the function has called ack or nack of its message. Return instead, and the message is acknowledged after "
-        "the commit; raise an exception, and it is redelivered",
-    )
+#: A commit would lose later writes, a rollback all writes.
+_COMMIT = ("commit", "rollback")
+_COMMIT_REFUSED = (
+    "the function has called commit or rollback of its transaction. Return instead, and the transaction is committed; "
+    "raise an exception, and it is rolled back"
+)
+#: If the function then fails, Pub/Sub would not redeliver the message.
+_ACK = ("ack", "ack_with_response", "nack", "nack_with_response")
+_ACK_REFUSED = (
+    "the function has called ack or nack of its message. Return instead, and the message is acknowledged after the "
+    "commit; raise an exception, and it is redelivered"
+)
 
 
 @contextmanager
@@ -245,3 +335,46 @@ def _refusing(target: object, names: Sequence[str], reason: str) -> Iterator[Non
         for name in names:
             del attributes[name]  # uncovers the methods of the class
         attributes.update(own)
+
+
+class Collector(Generic[T]):
+    """Passes items to `process` in lists of at most `max_size`, in the order of `add`, and one list at a time.
+
+    An item waits up to `max_delay` seconds for others, and until the list before has been processed.
+    """
+
+    def __init__(self, process: Callable[[list[T]], None], max_size: int, max_delay: float) -> None:
+        """Start nothing: a thread that calls `add` does the work."""
+        self._process, self._max_size, self._max_delay = process, max_size, max_delay
+        self._items: deque[tuple[T, float]] = deque()
+        self._arrived = threading.Condition()
+        self._is_busy = False
+
+    def add(self, item: T) -> None:
+        """Return at once if another thread is processing. Otherwise process lists until no item is left.
+
+        Raises what `process` raises. Items that are left then wait for the next call.
+        """
+        with self._arrived:
+            self._items.append((item, time.monotonic() + self._max_delay))
+            if self._is_busy:
+                if len(self._items) >= self._max_size:
+                    self._arrived.notify()
+                return
+            self._is_busy = True
+        try:
+            while items := self._next():
+                self._process(items)
+        except BaseException:
+            self._is_busy = False
+            raise
+
+    def _next(self) -> list[T]:
+        """Return the next list when it is full or has waited. Return none, and stop being busy, if no item is left."""
+        with self._arrived:
+            if self._items:
+                delay = self._items[0][1] - time.monotonic()
+                self._arrived.wait_for(lambda: len(self._items) >= self._max_size, max(delay, 0))
+            else:
+                self._is_busy = False
+            return [self._items.popleft()[0] for _ in range(min(len(self._items), self._max_size))]

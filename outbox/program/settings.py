@@ -11,12 +11,15 @@ import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 from outbox.base.values import DATABASE, INSTANCE, PROJECT, plain
 from outbox.errors import SettingError
+from outbox.program.terminal import write
 
 PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
@@ -44,6 +47,7 @@ class SettingType:
     allowed: str
     choices: tuple[str, ...] = ()
     pattern: str = ""
+    bounds: "Bounds | None" = None
 
     def value(self, text: str, source: str) -> Any:
         """Return the parsed `text`. Raises SettingError, which begins with `source`, a flag or a variable."""
@@ -85,16 +89,44 @@ def number(text: str, kind: Callable[[str], float] = float) -> float:
     return kind(text)
 
 
+class Bounds(NamedTuple):
+    """Whole numbers (`int`) or numbers (`float`) from `low` to `high`."""
+
+    kind: type
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if self.kind is int:
+            return f"a whole number from {self.low:,} to {self.high:,}"
+        return f"a number from {self.low:,.12g} to {self.high:,.12g}"
+
+    def contain(self, value: object) -> bool:
+        """Tell whether a value is allowed. In Python, True is a number."""
+        kinds = int if self.kind is int else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
+
+
+def bounded(bounds: Bounds, parse: Callable[[str], float], allowed: str, pattern: str = "") -> SettingType:
+    """Return the type of texts that `parse` turns into a number within bounds."""
+
+    def checked(text: str) -> float:
+        if not bounds.contain(value := parse(text)):
+            raise ValueError(text)
+        return value
+
+    return SettingType(checked, allowed, pattern=pattern, bounds=bounds)
+
+
 def whole_number(low: int, high: int) -> SettingType:
     """Return the type of integers from `low` to `high`."""
-    allowed = f"a whole number from {low:,} to {high:,}"
-    return SettingType(lambda text: _between(number(text, int), low, high), allowed, pattern=_WHOLE)
+    bounds = Bounds(int, low, high)
+    return bounded(bounds, partial(number, kind=int), str(bounds), _WHOLE)
 
 
 def seconds(low: float, high: float) -> SettingType:
     """Return the type of durations in seconds from `low` to `high`."""
-    allowed = f"seconds from {low:,.12g} to {high:,.12g}"
-    return SettingType(lambda text: _between(number(text), low, high), allowed, pattern=_DECIMAL)
+    return bounded(Bounds(float, low, high), number, f"seconds from {low:,.12g} to {high:,.12g}", _DECIMAL)
 
 
 def one_of(*choices: str) -> SettingType:
@@ -112,12 +144,6 @@ def matching(pattern: str, allowed: str) -> SettingType:
         return text
 
     return SettingType(parse, allowed, pattern=pattern)
-
-
-def _between(value: float, low: float, high: float) -> Any:
-    if not low <= value <= high:
-        raise ValueError(value)
-    return value
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
@@ -359,3 +385,49 @@ def fields_of(settings: type) -> Iterator[Field]:
     """Yield the settings of a settings class in their order."""
     for field in dataclasses.fields(settings):
         yield Field(field.name, **field.metadata)
+
+
+class Parser(argparse.ArgumentParser):
+    """Accepts only whole flags, and suggests the nearest name for a misspelled one or a command (SettingError)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        # Like -5, -5m is a value and no flag. So the flag before it says what is allowed.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as ArgumentParser does, but refuse unknown arguments here, where the flags of the command are known."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            raise SettingError(self._unknown(unknown))
+        return options, unknown
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse drops the error of a stream that cannot be written.
+        write(message, file or sys.stderr)
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        flag = next((each.partition("=")[0] for each in arguments if each.startswith("-")), None)
+        if flag is None:
+            return f"unexpected argument {arguments[0]!r}. See `{self.prog} --help`"
+        near = did_you_mean(flag, self._option_string_actions)
+        return f"unknown flag {flag!r}.{near} `{self.prog} --help` lists the flags"
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Before Python 3.13, argparse takes the value of --flag=-- for the end of the flags.
+        if action.option_strings and arg_strings == ["--"]:
+            return self._get_value(action, "--")
+        return super()._get_values(action, arg_strings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # From Python 3.14, argparse can suggest names itself (`suggest_on_error`).
+        if isinstance(action.choices, dict) and value not in action.choices:
+            # A flag that is unknown to argparse has no value, so its value is taken for the command.
+            before = [each for each in self._words[: self._words.index(value)] if each.startswith("-")]
+            if unknown := [flag for flag in before if flag.partition("=")[0] not in self._option_string_actions]:
+                raise SettingError(self._unknown(unknown))
+            near = did_you_mean(value, action.choices)
+            noun = str(action.metavar).lower()
+            raise SettingError(f"unknown {noun} {value!r}.{near} `{self.prog} --help` lists the {noun}s")
+        super()._check_value(action, value)

@@ -1,4 +1,4 @@
-"""What the commands of all packages write on stdout and stderr: whatever a row contains, it cannot control a terminal.
+"""What commands write: tables for people, JSON for programs. Whatever a row contains, it cannot control a terminal.
 
 `say`, `complain` and `write` are the only functions that write for people and programs. Standard library only.
 """
@@ -7,19 +7,27 @@ import codecs
 import dataclasses
 import io
 import json
+import math
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from outbox.base.times import shown
-from outbox.errors import NotReached, OutboxError
+from outbox.base.values import listed, shown
+from outbox.errors import NotReached, OutboxError, SettingError
 
 _DISCARD = Path(os.devnull)
 #: Exit codes.
 FAILED, INTERRUPTED = 1, 130
+#: Max names, rows or findings of one kind that a message shows, and max characters of a text in a table.
+SHOWN, CHARACTERS = 10, 80
+_BARS, _PLAIN_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", "_.:-=+*#"
+_BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
 class Escaped(str):
@@ -132,3 +140,109 @@ def _replacement(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def _has_colors() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def shortened(text: str | None) -> str | None:
+    """Return the first CHARACTERS of a text. `--json` and `outbox show` print all."""
+    return text if text is None or len(text) <= CHARACTERS else text[: CHARACTERS - 3] + "..."
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Escaped:
+    """Return aligned columns. Numbers are aligned right, and dead and retrying tasks stand out.
+
+    On a terminal that is narrower than the table, each row is a card instead: one line for each of its values.
+    """
+    values = [list(row) for row in rows]
+    text = _aligned(heads, values)
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    is_wide = any(_width(re.sub(r"\x1b\[\d+m", "", line)) > limit for line in text.splitlines())
+    return Escaped(_cards(heads, values) if is_wide and values else text)
+
+
+def _cards(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    width = max(map(len, heads))
+    cards = [[(head, text) for head, value in zip(heads, row, strict=True) if (text := cell(value))] for row in rows]
+    return "\n\n".join(
+        "\n".join(f"{_painted(head, head.ljust(width))}  {_painted(head, text)}" for head, text in card)
+        for card in cards
+    )
+
+
+def _aligned(heads: Sequence[str], values: Sequence[Sequence[object]]) -> str:
+    columns = []
+    for place, head in enumerate(heads):
+        texts = [head, *(cell(row[place]) for row in values)]
+        right = bool(values) and all(_is_number(row[place]) for row in values)
+        width = max(map(_width, texts))
+        if place == len(heads) - 1 and not right:
+            width = 0  # so that no line ends with spaces, also if its last cell is colored
+        gaps = [" " * (width - _width(text)) for text in texts]
+        cells = [gap + text if right else text + gap for text, gap in zip(texts, gaps, strict=True)]
+        columns.append([_painted(head, text) for text in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes: two for a wide character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    marks = sum(unicodedata.category(each) in {"Mn", "Me"} for each in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(each) in {"W", "F"} for each in text)
+
+
+def _painted(head: str, text: str) -> str:
+    word = text.strip()
+    if word == head:
+        color = _BOLD
+    elif head == "DEAD":
+        color = "" if word == "0" else _RED
+    else:
+        color = {"dead": _RED, "retrying": _YELLOW}.get(word, "") if head == "STATE" else ""
+    return f"{color}{text}{_NORMAL}" if color and _has_colors() else text
+
+
+def _is_number(value: object) -> bool:
+    # A count that stopped early is a string that begins with >=.
+    return isinstance(value, int | float) or value is None or (isinstance(value, str) and value.startswith(">="))
+
+
+def bars(values: Sequence[float | None]) -> str:
+    """Return a bar for each value, the largest one full, and a space for a gap."""
+    top = max(filter(None, values), default=1)
+    ramp = _BARS if (sys.stdout.encoding or "").lower().startswith("utf") else _PLAIN_BARS
+    return "".join(" " if each is None else ramp[math.ceil(each / top * (len(ramp) - 1))] for each in values)
+
+
+def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of columns under the names that JSON has: `ordering_key` for OrderingKey."""
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): _finite(value) for name, value in columns.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value, or as a text if it is a number that JSON does not have: nan, inf or -inf."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def named(names: Iterable[str]) -> str:
+    """Return at most SHOWN names for a message, and three dots for the others."""
+    return listed(map(escaped, names), SHOWN)
+
+
+def note(text: str) -> None:
+    """Print a message on stderr."""
+    complain("outbox", text)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Return if `yes`, or if the user confirms at the terminal. Raises SettingError, OutboxError."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise SettingError(f"Not a terminal. Pass --yes to confirm: {question} Nothing was changed")
+    say(f"{question} [y/N] ", stream=sys.stderr, end="")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise OutboxError("not confirmed. Nothing was changed")

@@ -6,31 +6,12 @@ Workers, commands, pages and files use this table of fields. Any program may wri
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
-from functools import partial
 from typing import Any, NamedTuple
 
 from outbox.base.values import TOPIC
-from outbox.program.settings import SECONDS, SettingType, matching, number
-from outbox.table.ddl import MIN_RATE
-
-
-class Bounds(NamedTuple):
-    """The values of a column: whole numbers (`int`) or numbers (`float`) from `low` to `high`."""
-
-    kind: type
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        number = "a whole number" if self.kind is int else "a number"
-        return f"{number} from {self.low:,.12g} to {self.high:,.12g}"
-
-    def contain(self, value: object) -> bool:
-        """Tell whether the column may have this value. In Python, True is a number."""
-        kinds = int if self.kind is int else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and self.low <= value <= self.high
+from outbox.program.settings import SECONDS, Bounds, SettingType, bounded, matching, number, whole_number
 
 
 class Value(NamedTuple):
@@ -40,27 +21,23 @@ class Value(NamedTuple):
     help: str
     stated: str
     kind: SettingType
-    bounds: Bounds | None = None
 
 
-def _control(flag: str, bounds: Bounds, stated: str, help: str, *, parse: Callable[[str], float], allowed: str) -> Any:
-    """Declare a column with a number. `allowed` may name the bounds."""
-
-    def checked(text: str) -> float:
-        if not bounds.contain(value := parse(text)):
-            raise ValueError(text)
-        return value
-
-    kind = SettingType(checked, allowed.format(bounds))
-    return dataclasses.field(default=None, metadata={"value": Value(flag, help, stated, kind, bounds)})
+def _control(flag: str, kind: SettingType, stated: str, help: str) -> Any:
+    return dataclasses.field(default=None, metadata={"value": Value(flag, help, stated, kind)})
 
 
-_whole = partial(_control, parse=partial(number, kind=int), allowed="{}")
-_duration = partial(
-    _control, parse=SECONDS.parse, allowed=SECONDS.allowed + ", from {0.low:g} to {0.high:,.0f} seconds"
+def _duration(low: float, high: float) -> SettingType:
+    allowed = f"{SECONDS.allowed}, from {low:g} to {high:,.0f} seconds"
+    return bounded(Bounds(float, low, high), SECONDS.parse, allowed)
+
+
+#: Min tasks a second: one in thirty years. A smaller rate is a mistake, and could become 0 for each worker.
+MIN_RATE = 1e-9
+_RATE = bounded(
+    Bounds(float, MIN_RATE, sys.float_info.max), number, f"a finite number of tasks a second, {MIN_RATE:g} or more"
 )
 _TOPIC_NAME = matching(TOPIC, "a topic ID or projects/PROJECT/topics/ID")
-_ROUTE = Value("--route", "The Pub/Sub topic that gets the messages instead.", "published to {}", _TOPIC_NAME)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,33 +49,33 @@ class TopicControls:
 
     paused: bool = False
     rate_per_second: float | None = _control(
-        "--rate", Bounds(float, MIN_RATE, sys.float_info.max), "{:,.15g} tasks a second",
-        "Tasks a second; together with a burst.",
-        parse=number, allowed="a finite number of tasks a second, {0.low:g} or more",
-    )  # fmt: skip
-    burst: int | None = _whole(
-        "--burst", Bounds(int, 1, 1_000_000_000), "{:,} at once",
+        "--rate", _RATE, "{:,.15g} tasks a second", "Tasks a second; together with a burst."
+    )
+    burst: int | None = _control(
+        "--burst", whole_number(1, 1_000_000_000), "{:,} at once",
         "Tasks that may be sent at once after a quiet period; together with a rate.",
     )  # fmt: skip
-    max_in_flight: int | None = _whole(
-        "--max-in-flight", Bounds(int, 1, 1_000_000_000), "{:,} in flight",
+    max_in_flight: int | None = _control(
+        "--max-in-flight", whole_number(1, 1_000_000_000), "{:,} in flight",
         "Max tasks that are being published at the same time.",
     )  # fmt: skip
-    publish_to: str | None = dataclasses.field(default=None, metadata={"value": _ROUTE})
-    max_attempts: int | None = _whole(
-        "--max-attempts", Bounds(int, 1, 1_000_000), "dead after {:,} attempts",
+    publish_to: str | None = _control(
+        "--route", _TOPIC_NAME, "published to {}", "The Pub/Sub topic that gets the messages instead."
+    )
+    max_attempts: int | None = _control(
+        "--max-attempts", whole_number(1, 1_000_000), "dead after {:,} attempts",
         "Failed attempts after which a task is dead.",
     )  # fmt: skip
-    backoff_initial_seconds: float | None = _duration(
-        "--backoff-initial", Bounds(float, 0.05, 3600), "first retry after {:,.15g} s",
+    backoff_initial_seconds: float | None = _control(
+        "--backoff-initial", _duration(0.05, 3600), "first retry after {:,.15g} s",
         "Time until a failed task is retried; doubles with each attempt.",
     )  # fmt: skip
-    backoff_max_seconds: float | None = _duration(
-        "--backoff-max", Bounds(float, 0.05, 7 * 86_400), "retries at most {:,.15g} s apart",
+    backoff_max_seconds: float | None = _control(
+        "--backoff-max", _duration(0.05, 7 * 86_400), "retries at most {:,.15g} s apart",
         "Max time between two attempts.",
     )  # fmt: skip
-    dead_after_seconds: float | None = _duration(
-        "--dead-after", Bounds(float, 0, 365 * 86_400), "not dead before {:,.15g} s",
+    dead_after_seconds: float | None = _control(
+        "--dead-after", _duration(0, 365 * 86_400), "not dead before {:,.15g} s",
         "A task does not become dead before this age if its topic is missing or refuses messages.",
     )  # fmt: skip
     #: When an operator asked for a probe of an open circuit. It is no control, so no file and no record has it.
@@ -126,8 +103,8 @@ def problems(controls: TopicControls) -> dict[str, str]:
     """Return why fields have a value that is not allowed."""
     found = {
         name: f"is {value!r}. It must be {bounds}"
-        for name, (*_, bounds) in VALUES.items()
-        if bounds and (value := getattr(controls, name)) is not None and not bounds.contain(value)
+        for name, (*_, kind) in VALUES.items()
+        if (bounds := kind.bounds) and (value := getattr(controls, name)) is not None and not bounds.contain(value)
     }
     if not isinstance(controls.paused, bool):
         found["paused"] = f"is {controls.paused!r}. It must be true or false"

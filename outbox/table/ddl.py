@@ -1,18 +1,27 @@
-"""The DDL of the outbox, which is `schema/schema.sql` with the choices of a user. Standard library only.
+"""The DDL of the outbox, which is `schema/schema.sql` with the choices of a user, and its layouts. No client is needed.
 
-To compare a database with it, each object, such as "table AsynchronousTasks", is cut into named parts, such as "column
-Shard", with a text each.
+A layout is a generated column that numbers the shards of the tasks, and the two indexes that begin with it. A table has
+one layout, and two while its number of shards changes (`outbox.admin.reshard`). Each task is in all layouts. The first
+layout has the names of schema.sql. The names of the others end with the number of shards: `Shard32`,
+`AsynchronousTasksToSend32`, `AsynchronousTasksInOrder32`. SQL is written with the first names, and `sql` changes them.
+
+A shard ID names a shard and its layout: 0 to 999 are shards of the first layout, 32,000 to 32,031 are those of Shard32.
+
+To compare a database with the DDL, each object, such as "table AsynchronousTasks", is cut into named parts, such as
+"column Shard", with a text each.
 """
 
 import importlib.resources
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from outbox.table.layouts import MAX_SHARDS, Layout
-
-#: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
-MIN_RATE = 1e-9
+COLUMN = "Shard"
+MAX_SHARDS = 1000
 #: What a new database gets unless a user chooses otherwise.
 DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 #: Ten years. A row deletion policy counts days.
@@ -36,6 +45,9 @@ CANCELLED = "AsynchronousTasksCancelled"
 #: Tables that the relay does not need.
 _NOT_OF_RELAY = (OPERATIONS, CANCELLED, "ProcessedTasks")
 
+#: Split points for each node, as https://docs.cloud.google.com/spanner/docs/pre-splitting-overview advises.
+POINTS_PER_NODE = 10
+
 CHANGE_STREAM = "AsynchronousTasksInserts"
 #: For readers that want to know of new tasks: one record for each registered task, none for marks and deletions.
 _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
@@ -43,6 +55,80 @@ _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
   OPTIONS (
     retention_period = '7d', exclude_update = true, exclude_delete = true, exclude_ttl_deletes = true
   )"""
+
+
+_NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The number of shards, and the end of the names: "" for the first layout. Sorted by the column's name."""
+
+    shards: int
+    suffix: str = ""
+
+    @classmethod
+    def added(cls, shards: int) -> "Layout":
+        """Return the layout that a change to this number of shards adds."""
+        return cls(shards, str(shards))
+
+    @classmethod
+    def recorded(cls, column: str, shards: int) -> "Layout | None":
+        """Return the layout of a row of AsynchronousTaskShards, or None: any program may write anything there."""
+        suffix = column.removeprefix(COLUMN)
+        is_layout = 1 <= shards <= MAX_SHARDS and column == COLUMN + suffix and suffix in ("", str(shards))
+        return cls(shards, suffix) if is_layout else None
+
+    @classmethod
+    def usable(cls, rows: Iterable[Sequence[Any]]) -> "Layout":
+        """Return a layout that holds all tasks, by the rows of `shared_sql.LAYOUTS`. It can be used for statements."""
+        return next(filter(None, (cls.recorded(column, shards) for column, shards in rows)), cls(1))
+
+    def __lt__(self, other: "Layout") -> bool:
+        return self.column < other.column
+
+    @property
+    def column(self) -> str:
+        """Return the name of the column."""
+        return COLUMN + self.suffix
+
+    @property
+    def ids(self) -> range:
+        """Return the IDs of the shards."""
+        begin = int(self.suffix or 0) * MAX_SHARDS
+        return range(begin, begin + self.shards)
+
+    def sql(self, statement: str) -> str:
+        """Return a statement for this layout."""
+        return _renamed(statement, self.suffix)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutShards:
+    """Some shards of one layout. `numbers` are the values of its column, `first_id` is the ID of its shard 0."""
+
+    numbers: list[int]
+    first_id: int
+
+    def __contains__(self, shard: int) -> bool:
+        return shard // MAX_SHARDS * MAX_SHARDS == self.first_id
+
+    def sql(self, statement: str) -> str:
+        """Return a statement, or a name, for this layout."""
+        return _renamed(statement, str(self.first_id // MAX_SHARDS or ""))
+
+
+def by_layout(shards: Iterable[int]) -> list[LayoutShards]:
+    """Divide shard IDs by their layout. The IDs of a layout keep their order."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for shard in shards:
+        found[shard // MAX_SHARDS * MAX_SHARDS].append(shard % MAX_SHARDS)
+    return [LayoutShards(numbers, first_id) for first_id, numbers in found.items()]
+
+
+@lru_cache(maxsize=256)
+def _renamed(statement: str, suffix: str) -> str:
+    return _NAMES.sub(rf"\g<1>{suffix}", statement) if suffix else statement
 
 
 def statements(
@@ -107,6 +193,24 @@ def dropped_layout(layout: Layout, indexes: Collection[str]) -> list[str]:
     """Return the DDL that removes a layout from a table that still has these of its indexes."""
     drops = [f"DROP INDEX {each}" for each in sorted(indexes)]
     return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {layout.column}"]
+
+
+def points(layout: Layout, nodes: int) -> Iterator[str]:
+    """Yield the lines of a file of split points, which spread a load before it comes.
+
+    It is the file of `gcloud spanner databases splits add`: between the shards of both indexes, and evenly among the
+    random IDs of the table. A point needs the whole key, INT64 values are in quotes, and a request takes at most 100
+    points: https://docs.cloud.google.com/spanner/docs/create-manage-split-points
+    """
+    begin, end = "'1970-01-01T00:00:00Z'", "'9999-12-31T00:00:00Z'"
+    to_send, in_order = (layout.sql(f"AsynchronousTasks{name}") for name in ("ToSend", "InOrder"))
+    for shard in range(1, layout.shards):
+        # After all entries of the shard before: no SentAt is so late, and the Priority is descending.
+        yield f"INDEX {to_send} ('{shard - 1}',{end},'~',{end},'0',{end})"
+    for shard in range(1, layout.shards):
+        yield f"INDEX {in_order} ('{shard}','','',{begin},{begin},'0')"  # no key is empty
+    number = max(nodes, POINTS_PER_NODE * nodes - 2 * layout.shards)
+    yield from (f"TABLE AsynchronousTasks ('{place * 16**8 // number:08x}')" for place in range(1, number))
 
 
 #: A semicolon inside quotes or a comment ends no statement. After a backslash, a quote does not end a literal, not even

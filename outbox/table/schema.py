@@ -19,8 +19,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl
 from outbox.table.connection import Deadline
-from outbox.table.ddl import OWN_CHOICES, SHARD_COUNT, normalized, statements
-from outbox.table.layouts import COLUMN, Layout
+from outbox.table.ddl import COLUMN, OWN_CHOICES, SHARD_COUNT, Layout, normalized, statements
 from outbox.table.transactions import retry_and_timeout
 
 #: Seconds for a read of INFORMATION_SCHEMA. In a database with very many objects it takes many seconds.

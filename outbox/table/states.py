@@ -3,8 +3,7 @@
 docs/reference/schema.md shows the columns in each state.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -38,46 +37,16 @@ def first_due(row: Any) -> datetime:
     return due
 
 
-def _are_later(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
-    return pc.greater(columns["AvailableAt"], now)
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A state of unsent tasks. `arrow` may be true for several: the last in `UNSENT_STATES` counts."""
-
-    name: str
-    #: The SQL of its ranges in the index AsynchronousTasksToSend, for each shard and topic, without other states.
-    ranges: tuple[str, ...]
-    #: Tells for columns by name which rows are in the state. The first argument is `pyarrow.compute`, which only the
-    #: Spark jobs install.
-    arrow: Callable[[Any, Mapping[str, Any], datetime], Any]
-
-
-UNSENT_STATES = (
-    State(
-        "pending",
-        ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
-        lambda pc, columns, _now: pc.is_null(columns["SentAt"]),
-    ),
-    State("retrying", (f"{LATER_SQL} AND Attempts > 0 AND BlockedBy IS NULL",), _are_later),
-    State(
-        "scheduled",
-        (f"{LATER_SQL} AND Attempts <= 0 AND BlockedBy IS NULL",),
-        lambda pc, columns, now: pc.and_(pc.less_equal(columns["Attempts"], 0), _are_later(pc, columns, now)),
-    ),
-    State(
-        "blocked",
-        (f"{LATER_SQL} AND BlockedBy IS NOT NULL",),
-        lambda pc, columns, now: pc.and_(pc.is_valid(columns["BlockedBy"]), _are_later(pc, columns, now)),
-    ),
-    State(
-        "dead",
-        (f"AvailableAt >= {NEVER_SQL}",),
-        lambda pc, columns, _now: pc.greater_equal(columns["AvailableAt"], NEVER),
-    ),
-)
-UNSENT = tuple(state.name for state in UNSENT_STATES)
+#: The states of unsent tasks: the SQL of their ranges in the index AsynchronousTasksToSend, for each shard and topic,
+#: without other states.
+RANGES: dict[str, tuple[str, ...]] = {
+    "pending": ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
+    "retrying": (f"{LATER_SQL} AND Attempts > 0 AND BlockedBy IS NULL",),
+    "scheduled": (f"{LATER_SQL} AND Attempts <= 0 AND BlockedBy IS NULL",),
+    "blocked": (f"{LATER_SQL} AND BlockedBy IS NOT NULL",),
+    "dead": (f"AvailableAt >= {NEVER_SQL}",),
+}
+UNSENT = tuple(RANGES)
 STATES = (*UNSENT, "sent")
 #: The state of the tasks that operators have cancelled. They are in a table of their own.
 CANCELLED = "cancelled"
@@ -92,14 +61,22 @@ CHANGED = {
 #: The states in which workers send a task as soon as they can, without an operator.
 LEFT_TO_SEND = ("pending", "retrying")
 
-#: The SQL of the ranges of each state, and the SQL that selects the rows of each state in the whole table.
-RANGES = {state.name: state.ranges for state in UNSENT_STATES}
+#: The SQL that selects the rows of each state in the whole table.
 CONDITIONS = {name: f"SentAt IS NULL AND ({' OR '.join(ranges)})" for name, ranges in RANGES.items()}
 CONDITIONS["sent"] = "SentAt IS NOT NULL"
 STATE_SQL = "CASE {} END".format(" ".join(f"WHEN {sql} THEN '{name}'" for name, sql in CONDITIONS.items()))
 
 
 def arrow_states(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
-    """Return the states of tasks as an Arrow array. `pc` is `pyarrow.compute`."""
-    masks = (pc.is_valid(columns["SentAt"]), *(state.arrow(pc, columns, now) for state in reversed(UNSENT_STATES)))
-    return pc.case_when(pc.make_struct(*masks), *reversed(STATES))
+    """Return the states of tasks as an Arrow array. `pc` is `pyarrow.compute`, which only the Spark jobs install."""
+    available = columns["AvailableAt"]
+    is_later = pc.greater(available, now)
+    masks = {  # the first that is true counts
+        "sent": pc.is_valid(columns["SentAt"]),
+        "dead": pc.greater_equal(available, NEVER),
+        "blocked": pc.and_(pc.is_valid(columns["BlockedBy"]), is_later),
+        "scheduled": pc.and_(pc.less_equal(columns["Attempts"], 0), is_later),
+        "retrying": is_later,
+        "pending": pc.is_null(columns["SentAt"]),
+    }
+    return pc.case_when(pc.make_struct(*masks.values()), *masks)

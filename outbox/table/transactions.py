@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from google.api_core import exceptions as google
@@ -88,11 +88,17 @@ _CLIENT = (Transaction, Batch, MutationGroup)
 #: A primary key.
 PrimaryKey = tuple[str, ...]
 
-#: The keys that each transaction has inserted. A read does not see the buffered mutations of its own transaction. After
-#: ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.
-_inserted: WeakKeyDictionary[object, set[PrimaryKey]] = WeakKeyDictionary()
-#: The tasks that each transaction has deleted.
-_deleted: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+
+class Changes(NamedTuple):
+    """The keys that a transaction has inserted, and the tasks that it has deleted."""
+
+    inserted: set[PrimaryKey]
+    deleted: set[str]
+
+
+#: A read does not see the buffered mutations of its own transaction. After ABORTED the client calls the function again
+#: with a new Transaction, so each attempt begins with none.
+_changes: WeakKeyDictionary[object, Changes] = WeakKeyDictionary()
 
 
 class SupportsInsert(Protocol):
@@ -258,30 +264,24 @@ def insert_once(
 
     The key stays locked until the commit.
     """
-    if key in inserted(transaction):
+    inserted, deleted = changes(transaction)
+    if key in inserted:
         return False
     # The read still returns a task that this transaction has deleted. A key of one column is a task ID: the keys of
     # other tables have several.
-    is_deleted = len(key) == 1 and key[0] in deleted(transaction)
+    is_deleted = len(key) == 1 and key[0] in deleted
     if existing(transaction, table, columns[: len(key)], [key], tag=tag) and not is_deleted:
         return False
     insert(transaction, table, columns, [row])
-    inserted(transaction).add(key)
+    inserted.add(key)
     return True
 
 
-def inserted(transaction: object) -> set[PrimaryKey]:
-    """Return the keys that `transaction` has inserted. The caller adds to them."""
-    return _remembered(_inserted, transaction)
-
-
-def deleted(transaction: object) -> set[str]:
-    """Return the tasks that `transaction` has deleted. The caller adds to them."""
-    return _remembered(_deleted, transaction)
-
-
-def _remembered(memory: WeakKeyDictionary[object, set[T]], transaction: object) -> set[T]:
+def changes(transaction: object) -> Changes:
+    """Return what `transaction` has inserted and deleted. The caller adds to it."""
     try:
-        return memory.setdefault(transaction, set())
+        if (found := _changes.get(transaction)) is None:
+            found = _changes[transaction] = Changes(set(), set())
     except TypeError:  # a test's fake that has no weak reference or no hash
-        return set()
+        return Changes(set(), set())
+    return found

@@ -15,7 +15,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.types import StructType
 
 from outbox.admin.table import LayoutChanged, too_old
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, resolved
 from outbox.table.states import LONG_AGO

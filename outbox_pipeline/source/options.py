@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import SettingError
 from outbox.program.settings import MOMENT, DatabaseSettings, SettingType, one_of, resolved, whole_number
 from outbox.table.states import STATES, arrow_states

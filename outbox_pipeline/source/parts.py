@@ -15,8 +15,7 @@ from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox.admin.operator_sql import CANCELLED_INDEX, CANCELLED_SHARDS
 from outbox.base.values import chunked
-from outbox.table.ddl import CANCELLED
-from outbox.table.layouts import LayoutShards, by_layout
+from outbox.table.ddl import CANCELLED, LayoutShards, by_layout
 from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter

@@ -19,7 +19,7 @@ from itertools import chain, repeat
 from random import Random
 
 from outbox.base.schedules import Schedule
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER, first_due, is_dead
 from publishworker.delivery.claim import Claim, Kind

@@ -17,10 +17,10 @@ from outbox.admin.table import TaskTable
 from outbox.base.schedules import TURN
 from outbox.base.values import counted
 from outbox.errors import NotReached
-from outbox.program.pubsub import create_topic_command, open_pubsub
+from outbox.program.channels import create_topic_command, open_pubsub
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker import process
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking

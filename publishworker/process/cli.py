@@ -63,7 +63,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
-    from outbox.program.arguments import Parser  # noqa: PLC0415 - see main
+    from outbox.program.settings import Parser  # noqa: PLC0415 - see main
     from publishworker.process import commands  # noqa: PLC0415 - see main
     from publishworker.process.worker_settings import (  # noqa: PLC0415 - see main
         WorkerSettings,

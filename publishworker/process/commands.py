@@ -21,7 +21,7 @@ from outbox.base.values import counted, topic_name
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.program import logs
-from outbox.program.pubsub import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
+from outbox.program.channels import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.signals import handled
 from outbox.program.terminal import say

@@ -29,8 +29,7 @@ from outbox.admin import topics as topic_controls
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.program.output import confirm, table
-from outbox.program.terminal import Escaped, as_json, complain, say
+from outbox.program.terminal import Escaped, as_json, complain, confirm, say, table
 from outbox.table import ddl, schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from publishworker import process

@@ -7,7 +7,7 @@ from functools import partial
 from outbox.admin.resend import Message, Send
 from outbox.base.schedules import OUTAGE_PROBE
 from outbox.errors import NotReached, OutboxError
-from outbox.program.pubsub import create_topic_command, open_pubsub
+from outbox.program.channels import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.pubsub.publisher import PubSubPublisher

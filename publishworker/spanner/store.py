@@ -15,8 +15,7 @@ from outbox.base.schedules import ABORTED
 from outbox.base.values import json_texts
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.controls import TopicControls
-from outbox.table.ddl import CANCELLED, OPERATIONS
-from outbox.table.layouts import Layout, by_layout
+from outbox.table.ddl import CANCELLED, OPERATIONS, Layout, by_layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transactions import PESSIMISTIC, transact
 from publishworker.spanner import relay_sql

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from outbox.table.controls import TopicControls, problems
-from outbox.table.layouts import by_layout
+from outbox.table.ddl import by_layout
 from outbox.table.shared_sql import parameters
 from publishworker.spanner import relay_sql
 from publishworker.spanner.store import READ_SECONDS, SpannerStore

@@ -25,8 +25,7 @@ from outbox.base.values import plain, topic_name
 from outbox.devtools import resources
 from outbox.errors import OutboxError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.program.channels import channel
-from outbox.program.pubsub import emulator_host, open_pubsub
+from outbox.program.channels import channel, emulator_host, open_pubsub
 from outbox.program.settings import DatabaseSettings
 from outbox.table import ddl
 from outbox.table.controls import NO_CONTROLS, TopicControls, problems

@@ -17,7 +17,7 @@ from itertools import product
 
 from outbox.base.schedules import RECONNECT
 from outbox.base.values import counted
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.log import ThrottledLog, log
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import StoreError

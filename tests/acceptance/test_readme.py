@@ -29,7 +29,7 @@ from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installe
 from outbox.errors import NotReached
 from outbox.table import ddl
 from outbox.table.connection import open_database
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Failed
 from tests.support.fakes import FakePublisher

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.program.pubsub import open_pubsub
+from outbox.program.channels import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import FakePublisher, serialized

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outbox.table.controls import TopicControls
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.spanner import emulator
 from publishworker.types import (

@@ -7,7 +7,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.table import schema
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from tests.support.processes import Process, run, started
 from tests.support.spanner import variables
 from tests.support.trial import IN_FLIGHT, Trial

@@ -26,7 +26,7 @@ from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.base.values import json_texts
 from outbox.errors import OutboxError
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay

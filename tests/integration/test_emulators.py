@@ -13,7 +13,7 @@ import pytest
 
 from outbox.devtools import child_process, emulators
 from outbox.errors import NotReached, SettingError
-from outbox.program.pubsub import open_pubsub
+from outbox.program.channels import open_pubsub
 from outbox.program.settings import PubSubSettings
 from outbox.table.connection import open_database
 from tests.support.processes import ROOT

@@ -9,7 +9,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.table.connection import open_database
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support import real

@@ -13,7 +13,7 @@ from outbox.admin import changes, operations, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author, Operation
 from outbox.admin.table import TaskTable
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import NotReached
 from outbox.table.states import NEVER
 from tests.support.operations import FUTURE, insert, row, rows_of

@@ -18,8 +18,7 @@ from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import TEXT
 from outbox.admin.table import TaskTable
-from outbox.base.times import shown
-from outbox.base.values import MAX_ID_CHARACTERS
+from outbox.base.values import MAX_ID_CHARACTERS, shown
 from outbox.console import readings
 from outbox.console.operation_pages import address_of
 from outbox.devtools.emulators import Emulators

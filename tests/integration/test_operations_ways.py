@@ -13,7 +13,7 @@ from outbox.admin import changes, operations
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.console.operation_pages import address_of
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER, UNSENT

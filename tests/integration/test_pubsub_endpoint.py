@@ -14,7 +14,7 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.devtools.emulators import Emulators
-from outbox.program.pubsub import open_pubsub
+from outbox.program.channels import open_pubsub
 from publishworker.process import cli
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import LockedRow, Published

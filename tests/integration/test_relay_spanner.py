@@ -12,9 +12,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox.program.pubsub import open_pubsub
+from outbox.program.channels import open_pubsub
 from outbox.table.connection import open_database
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.grants import verify_grants

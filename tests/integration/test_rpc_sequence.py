@@ -26,7 +26,7 @@ from grpc_status.rpc_status import to_status
 import outbox
 from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase, open_database
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner import relay_sql

@@ -19,7 +19,7 @@ from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.process import app, commands
 from publishworker.process.worker_settings import WorkerSettings
 from tests.support.operations import opened

@@ -16,7 +16,7 @@ from outbox.admin.table import TaskTable
 from outbox.cli import status_command
 from outbox.devtools.emulators import Emulators
 from outbox.table.connection import open_database
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
 from publishworker.topics.availability import RateLimits, split_valid

@@ -262,7 +262,7 @@ def test_a_destination_that_pubsub_says_nothing_about_is_written(
     """With a note. `--force` does not ask."""
     have(database, "orders")
     assert command("topics set orders --route missing-topic --force")[0] == 0
-    monkeypatch.setattr("outbox.program.pubsub.TOPIC_SECONDS", 0.3)
+    monkeypatch.setattr("outbox.program.channels.TOPIC_SECONDS", 0.3)
     without = Commands(emulators, database, more={"PUBSUB_EMULATOR_HOST": "localhost:1"})
     done = without.here("topics", "set", "orders", "--route", "third-topic")
     assert done.code == 0

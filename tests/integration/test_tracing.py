@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
-from outbox.program.pubsub import open_pubsub
-from outbox.table.layouts import Layout
+from outbox.program.channels import open_pubsub
+from outbox.table.ddl import Layout
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.support import real
 from tests.support.parts import relay_of

@@ -6,7 +6,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.table.controls import TopicControls
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.spanner.unsent import any_to_send, topics_to_send
 from tests.support.operations import OF_STATES, insert, row

@@ -15,7 +15,7 @@ from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.spanner.store import SpannerStore
 from tests.support.commands import Commands, row
 from tests.support.console import ORIGIN

@@ -20,7 +20,7 @@ from pyspark.sql import functions as f
 from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from outbox.admin import operations
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER

@@ -14,7 +14,7 @@ import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings

@@ -16,7 +16,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline import cli

@@ -15,7 +15,7 @@ from pyspark.errors import PythonException
 
 import outbox
 from outbox.admin import changes, operations
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.table.ddl import OPERATIONS

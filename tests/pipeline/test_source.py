@@ -21,11 +21,11 @@ from pyspark.testing import assertSchemaEqual
 from outbox.admin import operator_sql
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
 from outbox_pipeline.jobs.register.ids import task_id

@@ -13,7 +13,7 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader

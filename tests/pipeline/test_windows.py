@@ -21,7 +21,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.devtools import child_process
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas

@@ -23,7 +23,7 @@ from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, NO_SEQUENCE, first_due, is_dead
 from tests.simulation.audit import Audit, Known

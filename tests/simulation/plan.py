@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from outbox.admin.reshard import POLLED
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from tests.simulation.spanner import DEFAULT_LATENCIES, NO_CPU, Cpu, Latencies
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from math import exp
 from typing import Any, TypeVar
 
 from outbox.base.values import json_texts
-from outbox.table.ddl import CANCELLED, OPERATIONS
-from outbox.table.layouts import Layout
+from outbox.table.ddl import CANCELLED, OPERATIONS, Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.store import Decide
 from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut

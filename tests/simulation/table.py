@@ -8,7 +8,7 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.types import Candidate, KeyHeads, PollRequest, QueuedTask, RowChange, TopicKey
 from tests.simulation.clockwork import Clockwork
 from tests.support.fakes import FakeStore, StoredTask, candidate, place_in_key

@@ -15,7 +15,7 @@ from unittest import mock
 from outbox.admin import changes
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.controls import NO_CONTROLS
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay

@@ -14,7 +14,7 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 from pyspark.sql import SparkSession
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER

@@ -13,7 +13,7 @@ from typing import Any
 from outbox.base.values import topic_name
 from outbox.message import RawPubsubMessage
 from outbox.table.controls import NO_CONTROLS, TopicControls
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER, first_due
 from publishworker.pubsub import messages

@@ -17,7 +17,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from outbox.admin.table import Transaction
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings, ReplaySettings

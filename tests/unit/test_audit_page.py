@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from outbox.program.output import escaped
+from outbox.program.terminal import escaped
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.page import page
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa, utils
 from google.cloud import kms
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import NotReached, SettingError
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.audit.attributes import sha256_of

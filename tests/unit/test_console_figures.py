@@ -26,7 +26,7 @@ from outbox.console.readings import FRESH_SECONDS, Reading, Shared, Status
 from outbox.console.visits import _ENVIRONMENT, Visit
 from outbox.errors import NotReached
 from outbox.table.controls import TopicControls
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from tests.support.console import bare_console
 from tests.support.waiting import eventually
 

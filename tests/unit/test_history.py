@@ -18,7 +18,7 @@ from outbox.admin.history import MINUTES, History, Values
 from outbox.admin.workers import Worker
 from outbox.cli import status_command
 from outbox.errors import OutboxError
-from outbox.program.output import bars
+from outbox.program.terminal import bars
 from publishworker.delivery.claim import Delivered
 from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings

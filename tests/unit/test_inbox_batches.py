@@ -16,7 +16,7 @@ from google.cloud.pubsub_v1.subscriber.exceptions import AcknowledgeError, Ackno
 import outbox
 from outbox import inbox
 from outbox.errors import NotReached
-from outbox.inbox.batch import Collector
+from outbox.inbox.receiver import Collector
 from tests.support.waiting import eventually
 from tests.unit.test_inbox import Database
 from tests.unit.test_inbox import message as single

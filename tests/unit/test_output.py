@@ -20,8 +20,7 @@ from outbox.admin import messages
 from outbox.cli import main as outbox
 from outbox.cli import task_commands
 from outbox.program.logs import JsonFormatter, TextFormatter
-from outbox.program.output import table
-from outbox.program.terminal import as_json, cell, complain, prepare_streams, say
+from outbox.program.terminal import as_json, cell, complain, prepare_streams, say, table
 from outbox_pipeline.cli import main as outbox_pipeline
 from publishworker.process.cli import main as publishworker
 

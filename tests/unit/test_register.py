@@ -302,13 +302,13 @@ def test_only_a_new_task_is_registered_and_counted(set_metrics: Callable[[Any], 
 def test_ids_are_forgotten_with_their_transaction() -> None:
     """An application that runs for years keeps nothing."""
     gc.collect()  # of transactions of other tests
-    before = len(transactions._inserted)
+    before = len(transactions._changes)
     transaction = Transaction(mock.Mock())
     outbox.register(transaction, "orders", b"", task_id="t")
-    assert transactions._inserted[transaction] == {("t",)}
+    assert transactions._changes[transaction].inserted == {("t",)}
     del transaction
     gc.collect()
-    assert len(transactions._inserted) == before
+    assert len(transactions._changes) == before
 
 
 WHOLE: dict[str, Any] = {

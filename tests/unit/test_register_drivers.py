@@ -21,7 +21,7 @@ import outbox
 from outbox import aio
 from outbox.ext import dbapi, sqlalchemy
 from outbox.table.connection import Deadline
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.transactions import transact
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import NotWritten

@@ -17,8 +17,7 @@ from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, 
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
-from outbox.table.layouts import Layout, by_layout
-from outbox.table.splits import POINTS_PER_NODE, points
+from outbox.table.ddl import POINTS_PER_NODE, Layout, by_layout, points
 from publishworker.process.plans import lines, problems
 
 ROOT = Path(__file__).parents[2]

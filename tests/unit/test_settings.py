@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.base.schedules import Backoff, Schedule
-from outbox.base.times import shown, spoken
+from outbox.base.values import shown, spoken
 from outbox.console.command import ConsoleSettings
 from outbox.errors import SettingError
 from outbox.program.settings import MOMENT, NAMES, SECONDS, fields_of, resolved, unknown_variables

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.base.schedules import RECONNECT
-from outbox.table.layouts import Layout
+from outbox.table.ddl import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker import process
 from publishworker.process import healthcheck

@@ -23,7 +23,7 @@ from unittest import mock
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType, TimestampType
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.devtools.child_process import LOOPBACK
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings

@@ -13,8 +13,7 @@ from pyspark.sql import Observation, SparkSession
 
 from outbox.admin import operations, operator_sql
 from outbox.admin.table import SCHEMA_OPTIONS, Transaction
-from outbox.base.times import shown, spoken
-from outbox.base.values import chunked, counted
+from outbox.base.values import chunked, counted, shown, spoken
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, resolved
 from outbox.registration import TABLE

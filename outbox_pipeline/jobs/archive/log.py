@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
 

@@ -12,8 +12,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox._version import __version__
-from outbox.base.times import shown
-from outbox.base.values import counted
+from outbox.base.values import counted, shown
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.archive.log import Window

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template, Undefined
 from markupsafe import Markup
 
-from outbox.base.times import spoken
+from outbox.base.values import spoken
 from outbox.program.terminal import cell
 from outbox_pipeline.jobs.audit.transforms import STATES
 

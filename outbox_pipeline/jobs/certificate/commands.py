@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from outbox.base.times import shown
-from outbox.base.values import counted
+from outbox.base.values import counted, shown
 from outbox.errors import OutboxError
 from outbox.message import parsed
 from outbox.program.terminal import as_json, say

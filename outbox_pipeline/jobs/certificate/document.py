@@ -15,8 +15,7 @@ from typing import Any
 
 import rfc8785
 
-from outbox.base.times import shown
-from outbox.base.values import counted
+from outbox.base.values import counted, shown
 from outbox.errors import OutboxError
 from outbox_pipeline.jobs.certificate.keys import PublicKey, Signer
 

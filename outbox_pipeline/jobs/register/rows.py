@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import types as t
 
-from outbox.base.times import shown
+from outbox.base.values import shown
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import EPOCH, MICROSECOND, derived, text, whole_row_id

@@ -26,8 +26,7 @@ from outbox.admin.operations import Author, as_json
 from outbox.admin.resend import Message
 from outbox.admin.selection import TaskSelection
 from outbox.admin.table import Transaction
-from outbox.base.times import shown
-from outbox.base.values import chunked
+from outbox.base.values import chunked, shown
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.inbox.once import COLUMNS as INBOX_COLUMNS
 from outbox.inbox.once import TABLE as INBOX
