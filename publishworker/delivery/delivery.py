@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from outbox.table.states import first_due
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Cancelled, Claim, Delivered, MarkState, Unmarked
 from publishworker.delivery.marking import MarkRetry, SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
@@ -24,13 +23,18 @@ from publishworker.types import (
     MARKED,
     PUBLISH,
     Answer,
+    Cancelled,
+    Claim,
     Deferred,
+    Delivered,
     Failed,
     LockedRow,
+    MarkState,
     NotSent,
     Published,
     RowChange,
     Skipped,
+    Unmarked,
     Version,
 )
 
@@ -170,30 +174,27 @@ class Delivery:
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
         eligible = self._rows_to_send(self.claim, rows, now)
-        self._expire(rules.to_publish(eligible, self._results.answers), now)
-        self._publish(rules.to_publish(eligible, self._results.answers))
-        return self._row_changes([*eligible, *rules.deferred_behind(self.claim, rows)], now)
+        to_publish, expired = rules.to_publish(self.claim, eligible, self._results.answers, now)
+        self._results.answers |= expired
+        self._publish(to_publish)
+        return self._row_changes(eligible, now)
 
     def _rows_to_send(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
+        """Return the rows that this transaction may change, in key order, and record why others are skipped.
 
-        Leave out the rows of `claim.releases`. Record the skip reason of each other row that is left out. A task that
-        failed before an abort loses its answer if its row has changed.
+        A task that failed before an abort loses its answer if its row has changed.
         """
         self._results.begin_attempt(claim.locks, rows)
-        skipped = rules.skip_reasons(claim, rows, now, self._results.published(), self._policy)
+        eligible, skipped = rules.eligible(claim, rows, now, self._results.published(), self._policy)
         self._results.record(skipped)
-        excluded = {*skipped, *(task.id for task in claim.releases)}
-        return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
-
-    def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        self._results.answers |= {row.id: rules.expiry_failure(row) for row in rows if row.is_expired(now)}
+        return eligible
 
     def _publish(self, rows: Sequence[LockedRow]) -> None:
-        """Publish rows that the last transaction has locked. Tasks that failed before share no request."""
+        """Publish rows that the last transaction has locked."""
         if rows:
-            tools, alone = self._tools, rules.published_alone(self.claim, rows)
-            answers = tools.publisher.publish(self.claim.destination, rows, PUBLISH_SECONDS, alone)
+            # OUT-DELAY-1: tasks that failed before, and suspects of the topic, share no request.
+            alone = {row.id for row in rows if row.attempts or row.id in self.claim.suspects}
+            answers = self._tools.publisher.publish(self.claim.destination, rows, PUBLISH_SECONDS, alone)
             self._timing.published(rows, answers)
             self._results.answers |= answers
 

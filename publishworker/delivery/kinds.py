@@ -6,12 +6,24 @@ from dataclasses import replace
 from datetime import datetime
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Claim, Delivered, MarkState
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED
 from publishworker.pubsub.failures import is_refused
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
-from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, NotSent, Published, RowChange, Skipped
+from publishworker.types import (
+    MARKED,
+    Answer,
+    Claim,
+    Deferred,
+    Delivered,
+    Failed,
+    LockedRow,
+    MarkState,
+    NotSent,
+    Published,
+    RowChange,
+    Skipped,
+)
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
 HOLD_SECONDS = 60.0
@@ -70,10 +82,10 @@ class MarkFirst(Delivery):
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
             nonlocal marked
             eligible = [row for row in self._rows_to_send(part, rows, now) if row.ordering_key not in self._stopped]
-            self._expire(eligible, now)
-            publishable = [row for row in eligible if row.id not in self._results.answers]
-            self._results.answers |= self._tools.publisher.refusals(part.destination, publishable)
-            marked = {row.id: row for row in rules.to_publish(eligible, self._results.answers)}
+            to_publish, expired = rules.to_publish(part, eligible, self._results.answers, now)
+            self._results.answers |= expired | self._tools.publisher.refusals(part.destination, to_publish)
+            to_publish, _ = rules.to_publish(part, eligible, self._results.answers, now)
+            marked = {row.id: row for row in to_publish}
             return self._row_changes(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:

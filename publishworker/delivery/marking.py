@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
-from publishworker.delivery.claim import Claim, MarkState, Unmarked
 from publishworker.host import Host
 from publishworker.spanner.write_errors import Refused, StoreError
+from publishworker.types import Claim, MarkState, Unmarked
 
 if TYPE_CHECKING:
     from publishworker.delivery.delivery import Delivery

@@ -22,14 +22,15 @@ from outbox.base.schedules import Schedule
 from outbox.base.values import shown
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER, first_due, is_dead
-from publishworker.delivery.claim import Claim, Kind
 from publishworker.pubsub.failures import FailureKind, failure_kind, is_refused
-from publishworker.pubsub.messages import trace_id
+from publishworker.pubsub.publisher import trace_id
 from publishworker.types import (
     MAX_INT64,
     Answer,
+    Claim,
     Deferred,
     Failed,
+    Kind,
     LockedRow,
     NotSent,
     Published,
@@ -101,6 +102,20 @@ class RetryPolicy:
             yield Deferred(min(available_at, now + timedelta(seconds=seconds)), head.id)
 
 
+def eligible(
+    claim: Claim, rows: Sequence[LockedRow], now: datetime, published: Mapping[str, Version], policy: RetryPolicy
+) -> tuple[list[LockedRow], dict[str, Skipped]]:
+    """Return the rows that this transaction may change, in key order, and why it skips the other tasks of the claim.
+
+    They are the rows to publish or mark, and behind them the deferred rows of `claim.releases`.
+    """
+    skipped = skip_reasons(claim, rows, now, published, policy)
+    releases = {task.id for task in claim.releases}
+    excluded = {row.id for row in rows if row.id in releases and not (row.deferred and row.topic == claim.topic)}
+    excluded |= skipped.keys()
+    return [row for row in in_key_order(claim, rows) if row.id not in excluded], skipped
+
+
 def skip_reasons(
     claim: Claim, rows: Sequence[LockedRow], now: datetime, published: Mapping[str, Version], policy: RetryPolicy
 ) -> dict[str, Skipped]:
@@ -151,22 +166,29 @@ def in_key_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     return sorted(rows, key=lambda row: positions[row.id])
 
 
-def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list[LockedRow]:
-    """Return the rows to publish now. They have no answer yet, and no failure of an earlier task stops their key."""
+def to_publish(
+    claim: Claim, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime
+) -> tuple[list[LockedRow], dict[str, Failed]]:
+    """Return the eligible rows to publish now, and the failures of those that have expired.
+
+    They are tasks of the claim without an answer, and no failure of an earlier task stops their key.
+    """
     stopped: set[str] = set()
-    unanswered = []
+    unanswered: list[LockedRow] = []
+    expired: dict[str, Failed] = {}
+    releases = {task.id for task in claim.releases}
     for row in rows:
         answer = answers.get(row.id)
+        if row.id in releases:
+            continue
         if answer is None and row.ordering_key not in stopped:  # OUT-TWICE-2, OUT-ORDER-1
-            unanswered.append(row)
+            if row.is_expired(now):
+                expired[row.id] = Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
+            else:
+                unanswered.append(row)
         elif row.ordering_key is not None and stops_key(answer):
             stopped.add(row.ordering_key)
-    return unanswered
-
-
-def published_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
-    """Return the IDs of the tasks that share no request: those that failed before, and the topic's suspects."""
-    return {row.id for row in rows if row.attempts or row.id in claim.suspects}  # OUT-DELAY-1
+    return unanswered, expired
 
 
 def release_changes(
@@ -191,20 +213,9 @@ def release_changes(
     return released
 
 
-def deferred_behind(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the deferred rows behind the sendable prefixes of the claim."""
-    releases = {task.id for task in claim.releases}
-    return [row for row in rows if row.id in releases and row.deferred and row.topic == claim.topic]
-
-
 def stops_key(answer: Answer | None) -> bool:
     """Tell whether this outcome stops the later tasks of its key: true for every failure except expiry."""
     return isinstance(answer, Failed) and answer.reason != "expired"
-
-
-def expiry_failure(row: LockedRow) -> Failed:
-    """Return the failure of a task whose ExpiresAt has passed."""
-    return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
 
 def _blocks_key(row: LockedRow, now: datetime, policy: RetryPolicy) -> bool:
@@ -222,10 +233,7 @@ def row_changes(
     now: datetime,
     policy: RetryPolicy,
 ) -> dict[str, RowChange]:
-    """Return what to write: marks of published tasks, failed attempts, and deferrals of tasks behind failed ones.
-
-    `rows` keep the order of each ordering key.
-    """
+    """Return what to write to eligible rows: marks, failed attempts, and deferrals of tasks behind failed ones."""
     changes: dict[str, RowChange] = {}
     #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
     stopped: dict[str, Iterator[Deferred]] = {}

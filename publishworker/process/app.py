@@ -29,13 +29,11 @@ from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages, worker_info
 from publishworker.process.worker_settings import RelaySettings
-from publishworker.pubsub.messages import topic_filter
-from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import any_to_send
+from publishworker.spanner.store import SpannerStore, any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History

@@ -32,10 +32,9 @@ from publishworker import process
 from publishworker.log import ThrottledLog, log
 from publishworker.process.app import App, until_drained, worker_id
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.pubsub.messages import topic_filter
+from publishworker.pubsub.publisher import topic_filter
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import any_to_send, topics_to_send
+from publishworker.spanner.store import SpannerStore, any_to_send, topics_to_send
 from publishworker.spanner.write_errors import describe
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics

@@ -23,9 +23,9 @@ from publishworker.process.worker_settings import RelaySettings
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History, size
 from publishworker.telemetry.metrics import Metrics
+from publishworker.topics.availability import FORGET_TOPIC_SECONDS, CircuitState
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import FORGET_TOPIC_SECONDS, CircuitState
 
 #: Seconds between two reports, and between two counts of the backlog.
 REPORT_SECONDS = 15.0

@@ -38,11 +38,11 @@ from publishworker.process import plans
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.store import PollRequest, SpannerStore
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
-from publishworker.types import COMMIT, Answer, Failed, LockedRow, PollRequest, Published, RowChange, TopicKey
+from publishworker.types import COMMIT, Answer, Failed, LockedRow, Published, RowChange, TopicKey
 
 #: Topics of the loaded tasks, of which nothing is published.
 TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")

@@ -16,7 +16,7 @@ from outbox.table.schema import service_errors
 from outbox.table.shared_sql import parameters
 from outbox.table.transactions import retry_and_timeout
 from publishworker.spanner.relay_sql import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
 GRANT_SECONDS = 5.0

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
@@ -14,7 +15,7 @@ from google.protobuf.struct_pb2 import ListValue, Value
 from outbox.base.schedules import ABORTED
 from outbox.base.values import json_texts
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from outbox.table.controls import TopicControls
+from outbox.table.controls import TopicControls, problems
 from outbox.table.ddl import CANCELLED, OPERATIONS, Layout, by_layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transactions import PESSIMISTIC, transact
@@ -27,18 +28,7 @@ from publishworker.spanner.write_errors import (
     error_class,
     is_lost_session,
 )
-from publishworker.types import (
-    LIVENESS_TIMEOUT_SECONDS,
-    Candidate,
-    Discovery,
-    KeyHeads,
-    LockedRow,
-    PollRequest,
-    QueuedTask,
-    RowChange,
-    TopicKey,
-    Workers,
-)
+from publishworker.types import Candidate, KeyHeads, LockedRow, QueuedTask, RowChange, TopicKey
 
 #: Seconds for a read. The emulator scans whole tables, so a read takes several seconds if the backlog is large.
 READ_SECONDS = 30.0
@@ -54,6 +44,61 @@ MAX_RECORDED = 1_000
 
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the changes by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollRequest:
+    """What to read: the ready tasks of these shards and topics, and optionally more."""
+
+    #: Shard IDs, possibly of several layouts.
+    shards: tuple[int, ...]
+    topics: frozenset[str]
+    #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
+    per_range: int
+    #: Read due tasks as well.
+    due: bool = False
+    #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
+    below_priority: int | None = None
+
+    @property
+    def ranges(self) -> int:
+        """Return the number of ranges."""
+        return self.pairs * (1 + self.due + (self.below_priority is not None))
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of shard and topic."""
+        return len(self.shards) * len(self.topics)
+
+
+#: A worker is live until its last heartbeat is this many seconds old. The number is also the default of the column
+#: LivenessTimeoutSeconds.
+LIVENESS_TIMEOUT_SECONDS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The live workers, and the IDs of workers whose heartbeat is so old that its row may be deleted.
+
+    `live` maps the ID of each live worker to the seconds until its liveness timeout. `layouts` are the layouts to poll,
+    as the database records them. They are empty until the table's first reshard.
+    """
+
+    live: Mapping[str, float] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
+    layouts: tuple[Layout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """The result of a discovery: live workers, topic controls, and new topics.
+
+    New topics have unsent tasks, and this worker does not poll them yet. `workers` is None if they were not read.
+    """
+
+    workers: Workers | None = field(default_factory=Workers)
+    controls: Mapping[str, TopicControls] = field(default_factory=dict)
+    topics: frozenset[str] = frozenset()
 
 
 class SpannerStore:
@@ -293,3 +338,45 @@ def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> t
     except SERVICE_ERRORS as error:
         raise NotWritten(describe(error)) from error
     return relay_sql.locked(found)
+
+
+# Whether any unsent task is left to send, and of which topics. No turn of the relay needs this.
+
+
+def any_to_send(store: SpannerStore, shards: Iterable[int] | None = None, *, misrouted: bool = False) -> bool:
+    """Tell whether `shards`, or all, have a pending or retrying task that workers may send. Raises StoreError.
+
+    They hold the tasks of paused topics, and of topics with an invalid route. With `misrouted`, tell whether there is
+    such a task in a topic with an invalid route that is not paused.
+    """
+    shards = store.layouts[0].ids if shards is None else tuple(shards)
+    topics, controls = _unsent_topics(store, shards)
+    paused = {topic for topic, row in controls.items() if row.paused}
+    invalid = {topic for topic, row in controls.items() if problems(TopicControls(publish_to=row.publish_to))}
+    topics = (topics & invalid if misrouted else topics - invalid) - paused
+    return bool(_topics_to_send(store, shards, topics))
+
+
+def topics_to_send(store: SpannerStore) -> dict[str, bool]:
+    """Return the topics with pending or retrying tasks, and whether the first of these have keys. Raises StoreError."""
+    shards = store.layouts[0].ids
+    return _topics_to_send(store, shards, _unsent_topics(store, shards)[0])
+
+
+def _unsent_topics(store: SpannerStore, shards: Collection[int]) -> tuple[frozenset[str], Mapping[str, TopicControls]]:
+    known = frozenset[str]()
+    while True:
+        found = store.discover(tuple(shards), known)
+        if not found.topics:
+            return known, found.controls
+        known |= found.topics
+
+
+def _topics_to_send(store: SpannerStore, shards: Iterable[int], topics: Collection[str]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for each in by_layout(shards if topics else ()):
+        values = parameters({"shards": each.numbers, "topics": sorted(topics)})
+        request = store.request("outbox-unsent", READ_SECONDS)
+        with store.reading() as snapshot:
+            found |= dict(map(tuple, snapshot.execute_sql(each.sql(relay_sql.TOPICS_TO_SEND), **values, **request)))
+    return found

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from outbox.admin.history import MINUTES
-from publishworker.delivery.claim import Delivered
+from publishworker.types import Delivered
 
 #: Max topics of one minute, and max reasons of failures of one topic. The figures of all topics include the others.
 TOPICS, REASONS = 20, 4

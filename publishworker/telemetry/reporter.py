@@ -6,14 +6,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from outbox.base.values import counted, listed
-from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
 from publishworker.log import LINE_SECONDS, ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import LATENCY_SAMPLES, History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.availability import CircuitChange
-from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Published, Turn
+from publishworker.types import (
+    COMMIT,
+    POLL,
+    PUBLISH,
+    Cancelled,
+    Delivered,
+    Failed,
+    Kind,
+    NotSent,
+    Published,
+    Turn,
+    Unmarked,
+    turn_counts,
+)
 
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100

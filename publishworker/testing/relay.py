@@ -36,7 +36,7 @@ from publishworker.process.app import open_store, relay_of
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.spanner.unsent import topics_to_send
+from publishworker.spanner.store import topics_to_send
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay

@@ -12,18 +12,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY, TopicControls, problems, stated
-from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.host import Host
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
-from publishworker.types import FORGET_TOPIC_SECONDS, Candidate, CircuitState, Failed
+from publishworker.types import Candidate, Claim, Delivered, Failed, Kind
 
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
 #: must apply an operator's change within 10 s.
 CONTROLS_SECONDS = 8.0
+#: Seconds after which a topic without tasks is forgotten: it is not polled, its open circuit is closed, and a gauge of
+#: it that has become 0 is not sent any more. Until then it is sent, because a graph keeps the last value.
+FORGET_TOPIC_SECONDS = 600.0
+
+
+class CircuitState(NamedTuple):
+    """A circuit that is not closed: why, the seconds since it opened, and the seconds until the next probe."""
+
+    failure: Failed
+    seconds_open: float
+    seconds_to_probe: float
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether the circuit is open, so that polls skip the topic. Otherwise it is half-open."""
+        return self.seconds_to_probe > 0
 
 
 class Topics:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from outbox.base.values import counted, listed
-from publishworker.delivery.claim import Cancelled, Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
-from publishworker.types import TopicKey
+from publishworker.types import Cancelled, Claim, Delivered, Kind, TopicKey, Unmarked
 
 #: A worker has two stall detectors: its heartbeat file reveals a loop that hangs, and this limit a batch that hangs.
 #: Nothing has to check the file for that. A batch that has begun no transaction for this many seconds is stuck. A

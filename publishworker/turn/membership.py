@@ -19,9 +19,8 @@ from outbox.base.schedules import RECONNECT
 from outbox.base.values import counted
 from outbox.table.ddl import Layout
 from publishworker.log import ThrottledLog, log
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, SpannerStore, Workers
 from publishworker.spanner.write_errors import StoreError
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5

@@ -11,14 +11,13 @@ from itertools import takewhile
 from typing import TypeVar
 
 from outbox.base.values import chunked
-from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import ThrottledLog
 from publishworker.spanner.store import SpannerStore
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.poller import ReadSize
-from publishworker.types import Candidate, QueuedTask, TopicKey
+from publishworker.types import Candidate, Claim, ClaimedTask, Kind, QueuedTask, TopicKey
 
 #: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
 MAX_KEY_HEAD_ROWS = 5_000

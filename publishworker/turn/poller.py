@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from publishworker.host import Host
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.store import Discovery, PollRequest, SpannerStore
 from publishworker.spanner.write_errors import TimedOut
-from publishworker.topics.availability import Topics
+from publishworker.topics.availability import FORGET_TOPIC_SECONDS, Topics
 from publishworker.turn.membership import Membership
-from publishworker.types import FORGET_TOPIC_SECONDS, MAX_POLL_ROWS, Candidate, Discovery, PollRequest
+from publishworker.types import Candidate
+
+#: Max rows of a poll. It is also the max number of ranges, because a poll asks for at least one row of each. A row
+#: takes 2.8 kB of memory.
+MAX_POLL_ROWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)

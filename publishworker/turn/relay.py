@@ -4,16 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from publishworker.delivery.claim import Claim, Delivered, turn_counts
 from publishworker.delivery.delivery import Tools
 from publishworker.telemetry.reporter import Reporter
-from publishworker.topics.availability import Topics
+from publishworker.topics.availability import CircuitState, Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering
 from publishworker.turn.poller import Discoverer, Polled, Poller
 from publishworker.turn.selection import Selector
-from publishworker.types import CircuitState, Next, Turn
+from publishworker.types import Claim, Delivered, Next, Turn, turn_counts
 
 
 class Load(NamedTuple):

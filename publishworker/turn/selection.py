@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from publishworker.delivery.claim import Claim, ClaimedTask, Delivered
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import MAX_IN_FLIGHT_BYTES, InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.types import Candidate
+from publishworker.types import Candidate, Claim, ClaimedTask, Delivered
 
 
 class FairShare:

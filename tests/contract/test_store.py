@@ -15,17 +15,8 @@ from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.spanner import emulator
-from publishworker.types import (
-    Deferred,
-    Discovery,
-    LockedRow,
-    NotSent,
-    Published,
-    QueuedTask,
-    RowChange,
-    TopicKey,
-    Workers,
-)
+from publishworker.spanner.store import Discovery, Workers
+from publishworker.types import Deferred, LockedRow, NotSent, Published, QueuedTask, RowChange, TopicKey
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import FakeHarness, Harness, SimulatedHarness, SpannerHarness, poll_ids

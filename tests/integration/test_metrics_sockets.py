@@ -11,12 +11,11 @@ from unittest import mock
 import pytest
 from datadog.dogstatsd.base import DogStatsd
 
-from publishworker.delivery.claim import Delivered
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.types import Published
+from publishworker.types import Delivered, Published
 from tests.support.dogstatsd import Agent, UnixAgent, listening
 from tests.support.parts import claim_of
 from tests.support.waiting import eventually

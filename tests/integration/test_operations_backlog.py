@@ -17,7 +17,7 @@ from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.table.states import NEVER
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 from tests.support.operations import (
     CREATED,
     DAY,

@@ -19,7 +19,7 @@ from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import CANCELLED, NEVER, STATES
 from publishworker.spanner import store as spanner_store
-from publishworker.spanner.unsent import any_to_send, topics_to_send
+from publishworker.spanner.store import any_to_send, topics_to_send
 from publishworker.types import Deferred, NotSent, Published, TopicKey
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row

@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
-from publishworker.spanner.unsent import any_to_send, topics_to_send
+from publishworker.spanner.store import any_to_send, topics_to_send
 from tests.support.operations import OF_STATES, insert, row
 from tests.support.parts import poll_request
 from tests.support.store_harness import SpannerHarness

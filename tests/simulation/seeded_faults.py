@@ -17,8 +17,9 @@ from outbox.admin.reshard import Snapshot
 from publishworker.delivery import marking, rules
 from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.rules import RetryPolicy
-from publishworker.pubsub import messages, publisher
-from publishworker.pubsub.messages import Lane
+from publishworker.pubsub import publisher
+from publishworker.pubsub.publisher import Lane
+from publishworker.spanner.store import PollRequest
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics import availability
 from publishworker.topics.availability import CircuitBreakers, Topics
@@ -28,7 +29,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import KEEP_POLLING_SECONDS, Poller
 from publishworker.turn.worker import Worker
-from publishworker.types import Deferred, LockedRow, NotSent, PollRequest, Published, Skipped, Version
+from publishworker.types import Deferred, LockedRow, NotSent, Published, Skipped, Version
 from tests.simulation.operators import Operators
 
 
@@ -141,7 +142,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
     "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
-    "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda rows, _outcomes: rows),
+    "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda _claim, rows, *_: (rows, {})),
     "a later attempt marks what an earlier one published": (Results, "published", always({})),
     "only published tasks are marked": (Delivery, "_row_changes", late_mark),
     "a failed commit is remembered": (Delivery, "_begin_marking", always(None)),
@@ -156,7 +157,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "a key in flight waits": (InFlight, "busy_keys", always(frozenset())),
     "each request of a key waits for the answer to the last": (
-        messages, "lanes",
+        publisher, "lanes",
         lambda real: lambda *a: [Lane(deque([each]), lane.ordered) for lane in real(*a) for each in lane.requests],
     ),
     "a failed request stops its key": (
@@ -234,7 +235,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "a replacement has a new ID": (Operators, "replacement", lambda _: lambda _self, replaced: replaced),
     "a cancelled task that was published is named": (Reporter, "_log_cancelled", always(None)),
-    "failed tasks share no request": (rules, "published_alone", always(frozenset())),
+    "failed tasks share no request": (
+        publisher, "lanes", lambda real: lambda topic, messages, _alone: real(topic, messages, ())
+    ),
 }  # fmt: skip
 
 _REPLAY = "outbox_pipeline.jobs.replay.job"

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from outbox.base.values import json_texts
 from outbox.table.ddl import CANCELLED, OPERATIONS, Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide
+from publishworker.spanner.store import Decide, Discovery, PollRequest
 from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut
-from publishworker.types import Candidate, Discovery, KeyHeads, PollRequest, RowChange, TopicKey
+from publishworker.types import Candidate, KeyHeads, RowChange, TopicKey
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.simulation.table import Table

@@ -9,7 +9,8 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from outbox.table.ddl import Layout
-from publishworker.types import Candidate, KeyHeads, PollRequest, QueuedTask, RowChange, TopicKey
+from publishworker.spanner.store import PollRequest
+from publishworker.types import Candidate, KeyHeads, QueuedTask, RowChange, TopicKey
 from tests.simulation.clockwork import Clockwork
 from tests.support.fakes import FakeStore, StoredTask, candidate, place_in_key
 

@@ -13,22 +13,23 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from outbox.table.states import is_dead
-from publishworker.delivery.claim import Cancelled, Claim, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.spanner.store import Decide, SpannerStore
+from publishworker.spanner.store import Decide, Discovery, SpannerStore
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.turn.relay import Relay
 from publishworker.types import (
     Answer,
+    Cancelled,
+    Claim,
     Deferred,
-    Discovery,
     KeyHeads,
     LockedRow,
     Published,
     QueuedTask,
     RowChange,
     TopicKey,
+    Unmarked,
     Version,
 )
 from tests.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT

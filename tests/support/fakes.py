@@ -16,27 +16,23 @@ from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER, first_due
-from publishworker.pubsub import messages
 from publishworker.pubsub.failures import FailureKind, failure_kind
+from publishworker.pubsub.publisher import decode
 from publishworker.spanner.relay_sql import times_sent
-from publishworker.spanner.store import Decide
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, PollRequest, Workers
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import (
-    LIVENESS_TIMEOUT_SECONDS,
     Answer,
     Candidate,
     Deferred,
-    Discovery,
     Failed,
     KeyHeads,
     LockedRow,
     NotSent,
-    PollRequest,
     Published,
     QueuedTask,
     RowChange,
     TopicKey,
-    Workers,
 )
 
 
@@ -356,11 +352,11 @@ class FakePublisher:
         return outcomes
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        decoded = {row.id: messages.decode(row) for row in rows}
+        decoded = {row.id: decode(row) for row in rows}
         return {id: message for id, message in decoded.items() if isinstance(message, Failed)}
 
     def _request(self, name: str, rows: Sequence[LockedRow]) -> dict[str, Answer]:
-        decoded = {row.id: messages.decode(row) for row in rows}
+        decoded = {row.id: decode(row) for row in rows}
         outcomes: dict[str, Answer] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
         ordered = any(row.ordering_key for row in rows)
         refused = {id for id, failure in self.failing.items() if failure_kind(failure.reason) is FailureKind.CONTENT}

@@ -5,17 +5,17 @@ from itertools import zip_longest
 from random import Random
 from typing import Any
 
-from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
+from publishworker.spanner.store import PollRequest
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import PollRequest
+from publishworker.types import Claim, ClaimedTask, Kind
 from tests.specification.trace import Trace
 
 HOST, SHARES = {"clock", "random", "threads", "progress"}, {"fair_share"}

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.delivery.claim import Claim
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.selection import choose_batches
-from publishworker.types import Candidate
+from publishworker.types import Candidate, Claim
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 #: More than any test needs.

@@ -19,12 +19,12 @@ from outbox.admin.workers import Worker
 from outbox.cli import status_command
 from outbox.errors import OutboxError
 from outbox.program.terminal import bars
-from publishworker.delivery.claim import Delivered
 from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History as Ring
+from publishworker.topics.availability import CircuitState
 from publishworker.turn.relay import Load
-from publishworker.types import Answer, CircuitState, Failed, Published
+from publishworker.types import Answer, Delivered, Failed, Published
 from tests.support.parts import claim_of
 
 NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)

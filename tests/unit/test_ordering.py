@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Claim
 from publishworker.delivery.rules import release_changes, skip_reasons
 from publishworker.host import Host
 from publishworker.spanner.write_errors import StoreError
@@ -18,6 +17,7 @@ from publishworker.turn import ordering
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, parts
 from publishworker.types import (
+    Claim,
     Failed,
     KeyHeads,
     LockedRow,

@@ -20,8 +20,8 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 from outbox.admin.resend import Message
 from outbox.errors import NotReached, OutboxError
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
-from publishworker.pubsub import messages, resending
-from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.pubsub import resending
+from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.types import Failed, LockedRow
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.rpc import Handler, PubSubServer, accept, hang, publisher_to, reasons, refuse, sent, to_message
@@ -183,7 +183,7 @@ def test_an_unsendable_message_fails_without_a_request(server: PubSubServer) -> 
 )
 def test_topic_patterns_match_whole_names(patterns: str, yes: list[str], no: list[str]) -> None:
     """A star is any text of a name, everything else is literal. A pattern without a project has the worker's own."""
-    allowed = messages.topic_filter(patterns, "own")
+    allowed = topic_filter(patterns, "own")
     names = {each: "projects/{}/topics/{}".format(*each.split(":")) for each in yes + no}
     assert {each for each, name in names.items() if allowed(name)} == set(yes)
 
@@ -193,9 +193,9 @@ def test_a_pattern_never_matches_across_a_slash() -> None:
     paths = ["topics/a/b", "x/topics/b", "topics/", "topics", "topics/orders/subscriptions/x"]
     for name in ["orders", "x/projects/own/topics/orders", *(f"projects/own/{path}" for path in paths)]:
         for patterns in ("orders*", "projects/*/topics/orders*", "a*b", "projects/o*n/topics/b", "*s/x"):
-            assert not messages.topic_filter(patterns, "own")(name)
-        assert not messages.topic_filter("*", "ow")(name)
-    allowed = messages.topic_filter("*", "example.com:shop")
+            assert not topic_filter(patterns, "own")(name)
+        assert not topic_filter("*", "ow")(name)
+    allowed = topic_filter("*", "example.com:shop")
     assert allowed("projects/example.com:shop/topics/orders")
     assert not allowed("projects/exampleXcom:shop/topics/orders")
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from publishworker.delivery.claim import Cancelled, Kind
 from publishworker.delivery.delivery import Delivery
 from publishworker.host import Threads
 from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Next, Published
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Cancelled, Failed, Kind, Next, Published
 from tests.support.fakes import Abort
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher, overtake

@@ -24,8 +24,7 @@ from outbox.message import (
     parsed,
 )
 from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, arrow_states, is_dead
-from publishworker.pubsub.messages import topic_filter
-from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.spanner import relay_sql
 from publishworker.types import LockedRow
 from tests.simulation.pubsub import Refused

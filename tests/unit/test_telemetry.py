@@ -15,17 +15,30 @@ from outbox.base.schedules import Schedule
 from outbox.errors import NotReached
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Delivered, Kind, Unmarked, turn_counts
 from publishworker.process import gauges
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.topics.availability import CircuitChange
+from publishworker.topics.availability import CircuitChange, CircuitState
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Load
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, CircuitState, Failed, NotSent, Published, Skipped, Turn
+from publishworker.types import (
+    CLAIM,
+    COMMIT,
+    PUBLISH,
+    Answer,
+    Delivered,
+    Failed,
+    Kind,
+    NotSent,
+    Published,
+    Skipped,
+    Turn,
+    Unmarked,
+    turn_counts,
+)
 from tests.support.fakes import Counted, FakeStore
 from tests.support.parts import claim_of
 from tests.support.waiting import eventually

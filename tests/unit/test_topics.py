@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls
-from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, Kind
 from publishworker.host import Host
 from publishworker.topics import availability
-from publishworker.topics.availability import CircuitBreakers, CircuitChange, RateLimits, Topics, split_valid
-from publishworker.types import FORGET_TOPIC_SECONDS, Answer, Failed, Published, Skipped
+from publishworker.topics.availability import (
+    FORGET_TOPIC_SECONDS,
+    CircuitBreakers,
+    CircuitChange,
+    RateLimits,
+    Topics,
+    split_valid,
+)
+from publishworker.types import Answer, Claim, ClaimedTask, Delivered, Failed, Kind, Published, Skipped
 from tests.support.parts import claim_of, policy
 from tests.support.relay_bench import Bench
 

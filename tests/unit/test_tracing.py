@@ -26,8 +26,8 @@ from outbox.program import logs
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.testing import RecordingTransaction
 from publishworker.log import ThrottledLog
-from publishworker.pubsub import messages
-from publishworker.pubsub.messages import trace_id
+from publishworker.pubsub import publisher
+from publishworker.pubsub.publisher import publish_span, trace_id
 from publishworker.telemetry import clients
 from publishworker.types import Failed, Published
 
@@ -94,7 +94,7 @@ def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemor
     parents = traced(TRACEPARENT, None, "00-nonsense")
     with (
         pytest.raises(ZeroDivisionError),
-        messages.publish_span("projects/p/topics/orders", parents, {"a": Published("1")}),
+        publish_span("projects/p/topics/orders", parents, {"a": Published("1")}),
     ):
         raise ZeroDivisionError
     [span] = spans.get_finished_spans()
@@ -108,7 +108,7 @@ def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemor
 
 def test_the_span_reports_failures(spans: InMemorySpanExporter) -> None:
     outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
-    with messages.publish_span("projects/p/topics/orders", traced(*[None] * 4), outcomes):
+    with publish_span("projects/p/topics/orders", traced(*[None] * 4), outcomes):
         pass
     [span] = spans.get_finished_spans()
     assert span.attributes is not None
@@ -128,12 +128,12 @@ def test_a_failing_provider_loses_only_its_spans(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
     """Above all no messages after Pub/Sub has them. A provider that cannot be created is an invalid variable."""
-    monkeypatch.setattr(messages, "_logged_errors", set())
+    monkeypatch.setattr(publisher, "_logged_errors", set())
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None if step == "make" else broken(step))
     monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
     done = 0
     for _ in range(3):
-        with messages.publish_span("projects/p/topics/orders", traced(TRACEPARENT), {}):
+        with publish_span("projects/p/topics/orders", traced(TRACEPARENT), {}):
             done += 1
     assert done == 3
     logged = [record.__dict__["action"] for record in caplog.records if record.name == "publishworker"]

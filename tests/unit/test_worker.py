@@ -27,15 +27,14 @@ from publishworker import process
 from publishworker.process import healthcheck
 from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
-from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import any_to_send
+from publishworker.spanner.store import SpannerStore, Workers, any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
 from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
-from publishworker.types import Next, TopicKey, Turn, Workers
+from publishworker.types import Next, TopicKey, Turn
 from tests.support.fakes import Counted, FakeStore
 from tests.support.parts import claim_of, poll_request
 

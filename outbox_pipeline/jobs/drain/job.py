@@ -31,8 +31,7 @@ from outbox_pipeline.spark.spark_tasks import Rows, map_rows, parallelism
 from publishworker import process
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.worker_settings import RelaySettings
-from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import any_to_send
+from publishworker.spanner.store import SpannerStore, any_to_send
 from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
