@@ -1,11 +1,13 @@
-"""`make demo` as a newcomer runs it: its output, how it ends, and that it notices a broken outbox."""
+"""`make demo` and `make demo-pipeline` as a newcomer runs them: output, exit codes, and a lost task is noticed."""
 
 import importlib
+import json
 import re
 import signal
 import sys
 import urllib.request
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,6 @@ from tests.support.waiting import eventually
 EXAMPLES = ROOT / "docs" / "examples"
 #: Finds the example; without the emulators' variables it starts emulators of its own.
 ENVIRONMENT = {"PYTHONPATH": str(EXAMPLES)}
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
 
 
@@ -140,3 +141,33 @@ def test_a_demo_with_a_console_serves_it_until_it_is_stopped():
         process.stop(signal.SIGINT)
         assert process.wait(60) == 0
         assert all(gone(pid) for pid in family)
+
+
+PAYMENTS = 300
+#: Of ten payments four are of the topic that is replayed.
+REPLAYED = PAYMENTS * 4 // 10
+
+
+@pytest.mark.long("it waits for most of three minutes, and the tests of each job are in tests/pipeline")
+@pytest.mark.timeout(400)
+def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path) -> None:
+    """No task is lost or altered. A replayed task was sent twice, with a message for each."""
+    done = run(
+        "payments.demo", "--tasks", str(PAYMENTS), "--output", str(tmp_path / "out"),
+        environment=ENVIRONMENT | emulators.environment(), seconds=380,
+    )  # fmt: skip
+    assert done.code == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("Nothing is lost.\n")
+    both = re.findall(r"^  ([a-z ]+?)  +([\d,]+) +([\d,]+)(?:  \S|$)", done.stdout, re.MULTILINE)
+    numbers = {name: (int(first.replace(",", "")), int(second.replace(",", ""))) for name, first, second in both}
+    assert numbers["sendings"] == (PAYMENTS, PAYMENTS + REPLAYED)
+    for name in ("lost", "still to be sent", "late", "altered", "out of order", "unknown"):
+        assert numbers[name] == (0, 0), name
+    assert numbers["messages"][1] >= numbers["sendings"][1]
+    [sent] = re.findall(r"sent (\d+) by Spark, and (\d+) by 2 workers", done.stdout)
+    assert sum(map(int, sent)) >= PAYMENTS
+    for name in ("first", "second"):
+        assert (tmp_path / "out" / f"{name}-audit" / "report.html").exists()
+        summary = json.loads((tmp_path / "out" / f"{name}-audit" / "summary.json").read_text(encoding="utf-8"))
+        assert summary["data_compared"] is True
+    assert "Traceback" not in done.stderr

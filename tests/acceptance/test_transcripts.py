@@ -1,7 +1,8 @@
-"""What the operators' commands print, and their exit codes, as files: `GOLDEN=write` writes the outputs again.
+"""What commands print, and their exit codes: the transcripts here, and the console blocks of the operations pages.
 
-A file of transcripts/ has the commands, which run one after the other on the rows that `rows` returns for it.
-`$ sql` and `$ worker` are no commands: they change rows, and insert the heartbeat of a worker.
+`GOLDEN=write` writes the transcripts again. A file of transcripts/ has the commands, which run one after the other on
+the rows that `rows` returns for it. `$ sql` and `$ worker` are no commands: they change rows, and insert the heartbeat
+of a worker.
 """
 
 import contextlib
@@ -10,6 +11,9 @@ import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,13 +26,141 @@ from google.cloud.spanner_v1.database import Database
 import publishworker.process.cli
 from outbox import cli
 from outbox.admin import workers
-from tests.acceptance.test_runbook import normal
+from outbox.devtools.emulators import Emulators
+from outbox.table import ddl
+from tests.manifests.rendering import programs
+from tests.support import fork_server
 from tests.support.commands import HOUR, Commands, here, row
 from tests.support.fakes import serialized
 from tests.support.operations import Row, insert
+from tests.support.processes import ROOT, clean_environment
 from tests.support.pubsub import PubSub
 from tests.support.relays import execute
-from tests.support.spanner import PROJECT, query
+from tests.support.situations import SITUATIONS, Place
+from tests.support.spanner import ADMIN_SECONDS, PROJECT, instance, query
+from tests.support.trial import in_background
+
+PAGES = ROOT / "docs/operations"
+TOPICS = (PAGES / "topics.md").read_text(encoding="utf-8")
+EVERYWHERE = [(page, title) for page, situations in SITUATIONS.items() for title in situations]
+#: A command is killed after it.
+COMMAND_SECONDS = 60.0
+GCLOUD = {
+    "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+    "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+    "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
+    "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
+}
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
+DURATION = re.compile(r"\b\d+(\.\d+)?( s|[smhd]( \d+[smh])?)\b")
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return the text below each second-level heading that shows commands."""
+    parts = re.split(r"^## (.+)\n", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {title: text for title, text in zip(parts[1::2], parts[2::2], strict=True) if "```console" in text}
+
+
+def shown(text: str) -> list[tuple[str, list[str]]]:
+    """Return each command of the text's console blocks, with the lines that the page shows below it."""
+    found: list[tuple[str, list[str]]] = []
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", "").splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def normal(line: str) -> str:
+    """Return a line without times, durations and the width of columns, which differ from run to run."""
+    line = re.sub(r"\.{3,}", "...", line)  # a dot for each second that gcloud waits
+    return re.sub(r" +", " ", DURATION.sub("DURATION", TIME.sub("TIME", line))).strip()
+
+
+def matches(lines: list[str], expected: list[str]) -> bool:
+    """Compare; a line `...` of the page stands for any number of lines."""
+    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(normal(line)) + r"\n" for line in expected)
+    return re.fullmatch(pattern, "".join(normal(line) + "\n" for line in lines)) is not None
+
+
+@pytest.fixture(scope="module")
+def places(emulators: Emulators, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Place]]:
+    """A database for each situation, arranged at once."""
+    programs("gcloud")
+    found = {}
+    pubsub = PubSub.on(emulators.pubsub_host)
+    for number, (page, title) in enumerate(EVERYWHERE):
+        project = f"runbook-{number}"
+        directory = tmp_path_factory.mktemp(project)
+        environment = clean_environment() | emulators.environment() | GCLOUD
+        environment |= {
+            "PATH": os.pathsep.join(
+                (str(fork_server.scripts()), str(Path(sys.executable).parent), environment["PATH"])
+            ),
+            "CLOUDSDK_CONFIG": str(directory),
+            "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"http://{emulators.pubsub_host}/",
+            # An endpoint instead of PUBSUB_EMULATOR_HOST, so that `check` advises as for Google Cloud.
+            "OUTBOX_PUBSUB_ENDPOINT": f"http://{emulators.pubsub_host}",
+            "OUTBOX_PROJECT": project,
+            "OUTBOX_INSTANCE": "main",
+            "OUTBOX_DATABASE": "shop",
+            "OUTBOX_HEARTBEAT_FILE": str(directory / "heartbeat"),
+            "LOGNAME": "jane",
+            "PYTHONUNBUFFERED": "1",  # both streams in the order in which they were written
+        }
+        database = instance(emulators.spanner_host, "main", project).database("shop", ddl_statements=ddl.statements())
+        database.create().result(timeout=ADMIN_SECONDS)
+        found[page, title] = place = Place(project, database, pubsub, directory, environment)
+        SITUATIONS[page][title](place)
+
+    def write_heartbeats() -> None:
+        for place in found.values():
+            if place.live_workers:
+                place.workers(place.live_workers, *place.infos)
+
+    with in_background(write_heartbeats, every=2):
+        yield found
+
+
+def in_spanner(command: str, place: Place) -> list[str]:
+    """Do what a command of `gcloud spanner` would do, which does not reach the emulator."""
+    options = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word)
+    if statement := options.get("--sql"):
+        count = execute(place.database, statement)
+        return [f"Statement modified {count} row{'s' * (count != 1)}"]
+    place.database.update_ddl([options["--ddl"]]).result(timeout=ADMIN_SECONDS)
+    return ["Schema updating...", ".....done."]
+
+
+def run(command: str, place: Place) -> list[str]:
+    if command.startswith("gcloud spanner"):
+        return in_spanner(command, place)
+    done = subprocess.run(
+        ["bash", "-c", command], env=place.environment, cwd=place.directory, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMMAND_SECONDS, check=False, text=True,
+    )  # fmt: skip
+    return done.stdout.replace(place.project, "my-project").replace(socket.gethostname(), "laptop").splitlines()
+
+
+@pytest.mark.extended
+@pytest.mark.xdist_group("runbook")
+@pytest.mark.parametrize("page", SITUATIONS)
+def test_every_section_with_commands_has_a_situation(page: str):
+    """A new section needs one in which its commands are run, and no situation is without its section."""
+    assert set(sections(page)) == set(SITUATIONS[page])
+
+
+@pytest.mark.extended
+@pytest.mark.xdist_group("runbook")
+@pytest.mark.parametrize(("page", "title"), EVERYWHERE)
+def test_the_commands_of_a_section_print_its_output(page: str, title: str, places: dict[tuple[str, str], Place]):
+    """One after the other, as a person on call would."""
+    for command, expected in shown(sections(page)[title]):
+        printed = run(command, places[page, title])
+        assert matches(printed, expected), f"$ {command}\n" + "\n".join(printed)
+
 
 FOLDER = Path(__file__).parent / "transcripts"
 KEYED: dict[str, Any] = {"OrderingKey": "customer-7", "Priority": 90, "ExpiresAt": datetime(2090, 1, 1, tzinfo=UTC)}
@@ -108,13 +240,13 @@ def test_the_commands_of_a_transcript_print_its_output(
             output += done.stdout + done.stderr
             lines = [*done.stdout.splitlines(), *(f"2> {each}" for each in done.stderr.splitlines())]
             lines += [f"[exit code {done.code}]"] * bool(done.code)
-            printed += [shown(each, database) + "\n" for each in lines]
+            printed += [stable(each, database) + "\n" for each in lines]
     if os.environ.get("GOLDEN") == "write":
         file.write_text("".join(printed), encoding="utf-8")
     assert "".join(printed) == file.read_text(encoding="utf-8")
 
 
-def shown(line: str, database: Database) -> str:
+def stable(line: str, database: Database) -> str:
     """Return a line without what differs from run to run, which includes the width of columns."""
     if line.startswith("  "):  # a part of a message, or a number of tasks
         return re.sub(" +$", "", line)
@@ -129,3 +261,29 @@ def test_show_has_every_column(database: Database) -> None:
     statement = "SELECT column_name FROM information_schema.columns WHERE table_name = 'AsynchronousTasks'"
     text = (FOLDER / "show.txt").read_text(encoding="utf-8")
     assert {name for [name] in query(database, statement)} <= {*re.findall(r"^\w+", text, re.MULTILINE)}
+
+
+def test_the_commands_at_the_top_of_the_page_about_topics_print_its_output(outbox: Commands, database: Database):
+    """One after the other on the same database; the flags that name it are the test's."""
+    insert(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
+    found = shown(TOPICS.partition("\n## ")[0])
+    assert len(found) == 5
+    for command, expected in found:
+        done = outbox.here(*shlex.split(command.partition(" --project")[0])[1:])
+        assert (done.code, done.stdout.splitlines()) == (0, expected)
+
+
+def test_the_sql_of_the_page_does_the_same(database: Database):
+    """Each statement of the page leaves the row that the command would leave."""
+    [block] = re.findall(r"^```sql\n(.*?)^```", TOPICS, re.MULTILINE | re.DOTALL)
+    *statements, last = [re.sub(r"--.*", "", each).strip() for each in block.split(";")]
+    left: list[Any] = []
+    for statement in statements:
+        execute(database, statement)
+        left += query(database, last)
+    assert left == [
+        ["orders", False, None, None, None],
+        ["orders", True, None, None, None],
+        ["orders", True, 10.0, 20, None],
+        ["orders", False, None, None, None],
+    ]

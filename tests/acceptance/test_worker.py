@@ -1,19 +1,37 @@
-"""`publishworker` as a process: what it sends, and no task is lost when it stops; audited from outside."""
+"""`publishworker` as a process: what it sends, in which order, and no task is lost when it stops; and wrong set-ups."""
 
 import json
 import re
 import signal
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import grpc
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1 import Topic
 
+import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.table.states import NEVER
+from tests.support.commands import TRACE
+from tests.support.processes import Finished, run
 from tests.support.proxy import Proxy
-from tests.support.pubsub import Subscription
-from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
-from tests.support.spanner import ADMIN_SECONDS, INSTANCE, PROJECT, count, query
+from tests.support.pubsub import PubSub, Subscription
+from tests.support.relays import (
+    EACH_ONCE,
+    account,
+    execute,
+    first_deliveries,
+    insert_undecodable,
+    register,
+    unsent,
+    wait_until_all_sent,
+    worker,
+)
+from tests.support.rpc import PubSubServer, refuse
+from tests.support.spanner import ADMIN_SECONDS, INSTANCE, PROJECT, count, query, variables
 from tests.support.waiting import eventually
 
 
@@ -210,3 +228,169 @@ def test_a_newer_worker_on_an_old_table_names_missing_objects(emulators: Emulato
         with worker(emulators, own_database, command=command) as running:
             assert running.wait() == 3
             assert "index AsynchronousTasksInOrder is missing" in running.stderr + running.stdout
+
+
+def register_keys(database: Database, topic: str, keys: str, **options: Any) -> list[str]:
+    """Register a task for each letter of `keys`, in one transaction; a dot is no key."""
+    with database.batch() as batch:
+        return [
+            outbox.register(batch, topic, b"", ordering_key=key.strip("."), priority=n, **options)
+            for n, key in enumerate(keys)
+        ]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mode", ["block", "skip"])
+def test_a_dead_head_blocks_its_key_or_is_skipped(
+    emulators: Emulators, database: Database, topic: str, pubsub: PubSub, mode: str
+) -> None:  # OUT-ORDER-1
+    """It blocks no other key, and no task without one; once an operator has retried it, all goes out in order.
+
+    Key s: a scheduled task blocks the tasks behind it. Key x: an expired task blocks nothing, at the head or in the
+    middle, whether it was dead before or not.
+    """
+    subscription = pubsub.new_subscription(topic, ordered=True)
+    past, future = datetime.now(UTC) - timedelta(minutes=1), datetime(2090, 1, 1, tzinfo=UTC)
+    insert_undecodable(database, "head", topic, "a")
+    insert_undecodable(database, "dead", topic, "x", AvailableAt=NEVER, ExpiresAt=past, Attempts=1)
+    expired = register_keys(database, topic, "x", expires_at=past)
+    a1, b1, loose, a2, b2, a3, x1, s1 = register_keys(database, topic, "ab.abaxs")
+    expired += register_keys(database, topic, "x", expires_at=past)
+    [scheduled] = register_keys(database, topic, "s", available_at=future)
+    x2, s2 = register_keys(database, topic, "xs")
+    stay = {"dead", *expired, scheduled, s2}
+    sent = {"b": [b1, b2], "s": [s1], "x": [x1, x2]}
+    options = ("--on-ordering-failure", mode, "--poll-interval", "0.2")
+    with worker(emulators, database, *options, command="drain") as process:
+        assert process.wait(60) == 0
+        left = process.stdout.splitlines()
+    received = subscription.drain()
+    assert loose in {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in received}
+    if mode == "skip":
+        assert left == [
+            f"1 blocked in topic {topic}",
+            f"4 dead in topic {topic}",
+            f"1 scheduled in topic {topic}",
+            "drained",
+        ]
+        assert set(unsent(database)) == {"head", *stay}
+        assert first_deliveries(received) == sent | {"a": [a1, a2, a3]}
+        return
+    assert left == [
+        f"4 blocked in topic {topic}",
+        f"4 dead in topic {topic}",
+        f"1 scheduled in topic {topic}",
+        "drained",
+    ]
+    assert set(unsent(database)) == {"head", a1, a2, a3, *stay}
+    assert first_deliveries(received) == sent
+    retry = "SET Data = b'', AvailableAt = NULL, Attempts = 0, ExpiresAt = NULL WHERE Id = 'head'"
+    assert execute(database, f"UPDATE AsynchronousTasks {retry}") == 1
+    with worker(emulators, database, *options, command="drain") as process:
+        assert process.wait(60) == 0
+    assert set(unsent(database)) == stay
+    assert first_deliveries(subscription.drain()) == {"a": ["head", a1, a2, a3]}
+
+
+COMMANDS = ("run", "drain", "check")
+
+
+def publishworker(emulators: Emulators, *arguments: str, **environment: str) -> Finished:
+    """Run a command to its end, on the emulators; it writes no stack trace."""
+    done = run("publishworker", *arguments, environment=emulators.environment() | environment)
+    assert TRACE not in done.stderr
+    return done
+
+
+def on(database: Database | str) -> dict[str, str]:
+    name = database if isinstance(database, str) else database.database_id
+    return variables(name)
+
+
+def test_a_wrong_database_or_a_missing_table_is_named(emulators: Emulators, empty_database: Database) -> None:
+    """Exit 3, with the full name of the database, or the command that creates the table."""
+    for command in COMMANDS:
+        done = publishworker(emulators, command, **on("no-such-database"))
+        assert done.code == 3
+        assert f"projects/{PROJECT}/instances/{INSTANCE}/databases/no-such-database" in done.stdout + done.stderr
+    for command in ("run", "drain"):
+        done = publishworker(emulators, command, **on(empty_database))
+        assert done.code == 3
+        for text in ("AsynchronousTasks", "outbox schema apply"):
+            assert text in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "verdict"), [("PERMISSION_DENIED", 0, "unknown"), ("UNAVAILABLE", 3, "unreachable")]
+)
+def test_check_without_permission_to_read_topics_warns(
+    emulators: Emulators, database: Database, status: str, code: int, verdict: str
+) -> None:
+    """Publishing needs fewer permissions than reading a topic; an unavailable service is an error."""
+    with PubSubServer() as server:
+        server.get_topic = refuse(grpc.StatusCode[status])
+        done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
+    assert done.code == code
+    [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
+    assert line.startswith(verdict)
+
+
+def test_check_names_the_message_transforms_of_a_topic(emulators: Emulators, database: Database) -> None:
+    """Pub/Sub applies them after a successful publish, so no worker notices what they drop."""
+    transforms = [{"javascript_udf": {"function_name": "redact"}}, {"disabled": True}]
+    with PubSubServer() as server:
+        server.get_topic = lambda request, _context: Topic.pb()(name=request.topic, message_transforms=transforms)
+        done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
+    assert done.code == 0
+    [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
+    assert line.startswith("warning")
+    assert "message transforms (redact)" in line
+
+
+@pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])
+def test_missing_credentials_are_reported_with_advice(words: str) -> None:
+    """No emulator, no credentials: exit 3 and the ways out."""
+    nothing = {"GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}
+    done = run(*words.split(), environment=on("any-database") | nothing)
+    assert done.code == 3
+    assert "gcloud auth application-default login" in done.stderr.splitlines()[-1]
+    assert TRACE not in done.stderr
+
+
+NOWHERE = "127.0.0.1:9"
+TASKS = 100
+
+
+@pytest.fixture
+def environment(emulators: Emulators) -> dict[str, str]:
+    return {
+        "SPANNER_EMULATOR_HOST": NOWHERE, "PUBSUB_EMULATOR_HOST": NOWHERE,
+        "OUTBOX_SPANNER_ENDPOINT": f"http://{emulators.spanner_host}",
+        "OUTBOX_PUBSUB_ENDPOINT": f"http://{emulators.pubsub_host}",
+        # Emulators before 1.5.38 end a session's transaction when another begins.
+        "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
+        "OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE,
+    }  # fmt: skip
+
+
+def test_the_endpoints_win_over_the_emulators_variables(
+    environment: dict[str, str], empty_database: Database, topic: str, subscription: Subscription
+) -> None:
+    """From creating the tables to the received messages."""
+    environment |= {"OUTBOX_DATABASE": empty_database.database_id}
+
+    def called(*words: str) -> str:
+        done = run(*words, environment=environment)
+        assert done.code == 0, done
+        return done.stdout
+
+    assert "created  table AsynchronousTasks" in called("outbox", "schema", "apply")
+    ids = register(empty_database, topic, TASKS)
+    assert f"ok          topic {topic}" in called("publishworker", "check")
+    assert "drained" in called("publishworker", "drain", "--concurrency", "2")
+    status = json.loads(called("outbox", "status", "--json"))
+    assert (status["pending"], status["sent_last_minute"]) == (0, TASKS)
+    received = {message.attributes["asynchronous_task_id"] for message in subscription.pull_until(TASKS)}
+    assert received == set(ids)
+    unknown = run("outbox", "pause", "nosuch", environment=environment)
+    assert (unknown.code, f"Known topics: {topic}" in unknown.stderr) == (2, True)

@@ -12,12 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.faults import (
-    test_reshard_faults,
-    test_service_faults,
-    test_subscriber_faults,
-    test_worker_faults,
-)
+from tests.faults import test_reshard_faults, test_subscriber_faults, test_worker_faults
 from tools.benchmarks.page import markdown
 from tools.benchmarks.results import ROOT, circumstances
 
@@ -119,10 +114,9 @@ class Scenario:
 
 
 def scenarios() -> dict[str, Scenario]:
-    rows = test_service_faults.SCENARIOS.items()
-    found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
-    modules = (test_service_faults, test_worker_faults, test_reshard_faults, test_subscriber_faults)
-    for module in modules:
+    rows = test_worker_faults.SCENARIOS.items()
+    found = {name: Scenario(each.title, each.promise, "test_worker_faults.py") for name, each in rows}
+    for module in (test_worker_faults, test_reshard_faults, test_subscriber_faults):
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")
             if name.startswith("test_") and promised:

@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
+from tests.support.commands import Commands
 from tests.support.operations import Watch
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -26,6 +27,11 @@ def watch(database: Database) -> Iterator[Watch]:
 @pytest.fixture
 def table(watch: Watch) -> TaskTable:
     return watch.table
+
+
+@pytest.fixture
+def outbox(emulators: Emulators, database: Database) -> Commands:
+    return Commands(emulators, database)
 
 
 @pytest.fixture

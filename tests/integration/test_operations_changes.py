@@ -1,38 +1,195 @@
-"""`retry`, `purge` and `cancel` on Spanner change the selected tasks and no others, whatever happens meanwhile."""
+"""Retry, cancel, purge and restore change the selected tasks and no others, by function, command and page."""
 
+import dataclasses
 import itertools
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operator_sql
+from outbox.admin import backlog, changes, operations, operator_sql, tasks
 from outbox.admin.backlog import Count
 from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.table.states import NEVER
+from outbox.console.operation_pages import address_of
+from outbox.devtools.emulators import Emulators
+from outbox.table.states import CANCELLED, NEVER, UNSENT
+from tests.support.commands import Commands, selecting
+from tests.support.console import begun, console, finished
 from tests.support.operations import (
+    CREATED,
     FUTURE,
+    MICROSECOND,
+    OF_STATES,
     PAST,
+    SECOND,
     changed,
     delete,
     insert,
+    line,
     row,
     rows_of,
     update,
 )
+from tests.support.spanner import query
+
+DEAD = {"AvailableAt": NEVER, "Attempts": 10, "LastError": "not_found: 404"}
+EVERY = {"Sequence": 3, "AtMostOnce": True, "Priority": -1, "DueAt": PAST, "Data": b"\x00\xff no message"}
+BILL = DEAD | {"Topic": "it's", "LastError": 'x Not_Found "\\ \N{GRINNING FACE}\n'}
+#: Rows around both ends of a time.
+EDGES = {"early": -MICROSECOND, "first": 0 * SECOND, "last": SECOND - MICROSECOND, "late": SECOND}
+#: The tasks of each state, with some of other topics, keys, times and errors.
+ROWS: dict[str, dict[str, dict[str, Any]]] = {
+    state: {f"{state} {n}": each for n, each in enumerate(many)} for state, many in OF_STATES.items()
+}
+ROWS["sent"] |= {f"sent {name}": EVERY | {"SentAt": PAST + 9 * SECOND + each} for name, each in EDGES.items()}
+ROWS["sent"] |= {"sent bill": {"SentAt": PAST + 9 * SECOND, "Topic": "it's"}}
+ROWS["dead"] |= {f"bill {name}": BILL | {"CreatedAt": PAST + each} for name, each in EDGES.items()}
+ROWS["dead"] |= {"bill no error": BILL | {"CreatedAt": PAST, "LastError": None}, "other": DEAD | EVERY}
+ROWS["dead"] |= {
+    "head": DEAD | {"OrderingKey": "k"},
+    "k": DEAD | {"OrderingKey": "k"},
+    "head of l": DEAD | {"OrderingKey": "l"},
+    "in time": DEAD | {"ExpiresAt": FUTURE},
+}
+ROWS["expired"] = {"expired": DEAD | {"ExpiresAt": PAST, "LastError": "internal: no"}}
+ROWS["retrying"] |= {"again": EVERY | {"AvailableAt": FUTURE, "Attempts": 2}}
+ROWS["retrying"]["retrying 1"] = ROWS["retrying"]["retrying 1"] | {"OrderingKey": "own"}
+ROWS["scheduled"] |= {"scheduled bill": {"AvailableAt": FUTURE, "Topic": "it's"}}
+IDS = ("head", "again", "sent 0", "scheduled 0", "pending 0", "pending 1", "blocked 0", "expired", "missing")
+WINDOW = {"topic": "it's", "since": PAST, "until": PAST + SECOND}
+IN_WINDOW = ["bill first", "bill last"]
+#: Change, selection, the tasks that it changes, and those that it names but does not change, by state.
+Case = tuple[str, dict[str, Any], list[str], dict[str, int]]
+OF_EACH_STATE: dict[str, Case] = {
+    f"cancel {state}": ("cancel", {"state": state}, [*ROWS[state]], {}) for state in UNSENT if state != "dead"
+}
+CASES: dict[str, Case] = {
+    **OF_EACH_STATE,
+    "cancel dead": ("cancel", {"state": "dead"}, [*ROWS["dead"], "expired"], {}),
+    "cancel in a window": ("cancel", {"state": "dead", "error": "NOT_FOUND", **WINDOW}, IN_WINDOW, {}),
+    "cancel IDs": ("cancel", {"ids": IDS}, [id for id in IDS[:-1] if id != "sent 0"], {"sent": 1, "missing": 1}),
+    "purge": (
+        "purge", {"state": "sent", "topic": "orders", "until": PAST + 10 * SECOND},
+        ["sent 0", "sent 1", "sent early", "sent first", "sent last"], {},
+    ),
+    "retry dead": ("retry", {"state": "dead"}, [*ROWS["dead"]], {"expired": 1}),
+    "retry expired": ("retry", {"state": "dead", "include_expired": True}, [*ROWS["dead"], "expired"], {}),
+    "retry of a key": ("retry", {"state": "dead", "ordering_key": "k", "id_prefix": "hea"}, ["head"], {}),
+    "retry retrying": ("retry", {"state": "retrying"}, [*ROWS["retrying"]], {}),
+    "retry in a window": ("retry", {"state": "dead", "error": 'not_found "\\', **WINDOW}, IN_WINDOW, {}),
+    "retry sent": (
+        "retry", {"state": "sent", "topic": "orders", "since": PAST + 9 * SECOND, "until": PAST + 10 * SECOND},
+        ["sent first", "sent last"], {},
+    ),
+    "retry IDs": ("retry", {"ids": IDS}, [*IDS[:4]], {"pending": 2, "blocked": 1, "expired": 1, "missing": 1}),
+    "retry IDs in a state": ("retry", {"ids": IDS[:3], "state": "dead"}, ["head"], {"retrying": 1, "sent": 1}),
+}  # fmt: skip
+#: As a function only. No command selects by ordering key.
+ONE_WAY = {*OF_EACH_STATE, "cancel in a window", "retry of a key", "retry retrying", "retry IDs in a state"}
+#: As a function, and in the extended tests as a command and a page.
+QUICK_ONE_WAY = {"cancel dead", "retry dead", "retry expired", "retry sent"}
+#: Those that a selection without ids may be of.
+RETRIED = ("dead", "retrying", "sent")
+SENT = {"SentAt": PAST}
+#: Returns the number of the preview, and how many tasks it refuses.
+Way = Callable[[Emulators, Database, TaskTable, str, TaskSelection], tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "CHUNK", 3)
+    monkeypatch.setattr(changes, "PAGE", 4)
+
+
+def function(
+    _: Emulators, _database: Database, table: TaskTable, name: str, selection: TaskSelection
+) -> tuple[int, int]:
+    at = table.now()
+    selection = dataclasses.replace(
+        selection, state=selection.state or changes.OF_IDS[name], as_of=at, until=selection.until or at
+    )
+    preview = changes.preview(table, selection, name)
+    assert sum(number for *_, number in preview.groups) == preview.tasks
+    assert len(changed(changes.change(table, name, selection, Author(reason="why")))) == preview.tasks
+    return preview.tasks, sum(preview.refused.values())
+
+
+def command(
+    emulators: Emulators, database: Database, _: TaskTable, name: str, selection: TaskSelection
+) -> tuple[int, int]:
+    words = [name, *selecting(selection)]
+    words += ["--include-expired"] if name == "retry" and selection.include_expired else []
+    outbox = Commands(emulators, database)
+    dry, done = outbox.here(*words, "--dry-run"), outbox.here(*words, "--yes", "--reason=why")
+    number = re.match(r"(\d+) tasks? would (become due now|be deleted|be cancelled)\n", dry.stdout)
+    assert number
+    effect = {"retry": "due now", "purge": "deleted", "cancel": "cancelled"}[name]
+    assert done.stdout == f"{effect}: {number[0].partition(' would')[0]}\n"
+    refused = re.findall(r"(\d+) tasks? would not be changed", dry.stderr)
+    return int(number[1]), sum(map(int, refused))
+
+
+def page(_: Emulators, database: Database, table: TaskTable, name: str, selection: TaskSelection) -> tuple[int, int]:
+    query = {each: value for each, value in address_of(selection).items() if value}
+    address, jane = f"/tasks/{name}?{urlencode(query, doseq=True)}", console(database)
+    text = jane.get(address).text
+    number = re.search(rf"{name.title()} (\d+) task", text)
+    assert number
+    operation = finished(table, begun(jane, address, typed=number[1]))
+    assert (operation.principal, operation.selected) == ("jane@example.com", int(number[1]))
+    return int(number[1]), sum(map(int, re.findall(r"(\d+) (?:is|are) not changed: ", text)))
+
+
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, marks=[pytest.mark.extended] * (way is not function and case in QUICK_ONE_WAY))
+        for case in CASES
+        for way in (function, command, page)
+        if way is function or case not in ONE_WAY
+    ],
+)
+def test_a_change_counts_changes_and_records_the_selected_tasks(
+    emulators: Emulators, database: Database, table: TaskTable, way: Way, case: str
+) -> None:
+    """Chunk by chunk. A retry writes nothing else, keeps the age of a retried task, and an ExpiresAt in the future.
+
+    A cancel releases the next task of the key, and nothing else.
+    """
+    name, given, ids, refused = CASES[case]
+    insert(database, [row(id, **each) for of_state in ROWS.values() for id, each in of_state.items()])
+    before, begun = rows_of(database), table.now()
+    selection = TaskSelection(**{"include_expired": name != "retry"} | given)
+    assert way(emulators, database, table, name, selection) == (len(ids), sum(refused.values()))
+    after = rows_of(database)
+    if name == "retry":
+        for id in ids:
+            assert begun <= after[id]["AvailableAt"] <= table.now()
+            new = {"SentAt": None, "BlockedBy": None, "Attempts": 0, "AvailableAt": after[id]["AvailableAt"]}
+            new["ExpiresAt"] = before[id]["ExpiresAt"] if id == "in time" else None
+            before[id] |= new | {"DueAt": (before[id]["DueAt"] or CREATED) if id in ROWS["retrying"] else None}
+    if name == "cancel" and "head" in ids:
+        before[min({*ROWS["blocked"]} - {*ids})] |= {"AvailableAt": None, "BlockedBy": None}
+    assert after == {id: each for id, each in before.items() if name == "retry" or id not in ids}
+    [operation] = operations.latest(table, 9)
+    assert (operation.operation, operation.tasks, operation.reason) == (name, len(ids), "why")
+    assert operation.finished_at is not None
+
 
 STATES: dict[str, dict[str, Any]] = {
-    "dead": {"AvailableAt": NEVER, "Attempts": 10, "LastError": "not_found: 404"},
+    "dead": DEAD,
     "retrying": {"AvailableAt": FUTURE, "Attempts": 2, "LastError": "unavailable"},
     "sent": {"SentAt": PAST, "AvailableAt": PAST, "Attempts": 0, "LastError": "an old one"},
     "scheduled": {"AvailableAt": FUTURE},
     "ready": {},
     "due": {"AvailableAt": PAST, "Attempts": 1},
 }
-DEAD = {"AvailableAt": NEVER, "Attempts": 9}
-#: Those that a selection without ids may be of.
-RETRIED = ("dead", "retrying", "sent")
 
 
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
@@ -44,7 +201,6 @@ def test_all_counts_of_a_preview_are_those_of_one_time(state: str) -> None:
 
 def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """In each shard and topic, of sent tasks in each shard; it says so. Ids are counted whole, in as many chunks."""
-    monkeypatch.setattr(changes, "CHUNK", 7)
     limited = (*RETRIED, "scheduled")
     for state in limited:
         insert(database, [row(f"{state} {n}", **STATES[state], OrderingKey="one shard") for n in range(15)])
@@ -64,9 +220,6 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
     assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"
 
 
-SENT = {"SentAt": PAST}
-
-
 @pytest.mark.parametrize(
     ("how", "name", "state", "columns"),
     [
@@ -76,12 +229,9 @@ SENT = {"SentAt": PAST}
     ],
 )  # fmt: skip
 def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # noqa: PLR0917 - cases
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, how: str, name: str, state: str,
-    columns: dict[str, Any],
+    database: Database, table: TaskTable, how: str, name: str, state: str, columns: dict[str, Any]
 ):  # fmt: skip
     """By filter and by IDs, on many pages of one SentAt, at once, later, and continued by another process."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
-    monkeypatch.setattr(changes, "PAGE", 2)
     for of_ids in (False, True):
         kinds = ("stays", "leaves", "comes", "goes")
         stay, leave, come, go = ([f"{of_ids} {n} {kind}" for n in range(7)] for kind in kinds)
@@ -109,3 +259,188 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
         assert unchanged == dict.fromkeys(leave, "pending") | came
         after = rows_of(database)
         assert all(after[id][column] == value for id in come for column, value in columns.items())
+
+
+#: Every unsent state, with all columns.
+KEPT = [
+    *(
+        row(f"{state} {n}", **{**each, "OrderingKey": "k" if state == "blocked" else None})
+        for state in UNSENT
+        for n, each in enumerate(OF_STATES[state])
+    ),
+    *(
+        row(f"{state} every", **{**OF_STATES[state][0], **EVERY, "ExpiresAt": FUTURE})
+        for state in UNSENT
+        if state != "blocked"
+    ),
+    row("head", OrderingKey="k", AvailableAt=NEVER, CreatedAt=CREATED - SECOND),
+]
+
+
+def of_ids(*ids: str, state: str = changes.ANY_UNSENT) -> TaskSelection:
+    return TaskSelection(state=state, ids=ids)
+
+
+def cancel(table: TaskTable, *ids: str) -> str:
+    """Cancel tasks; return the operation."""
+    id = operations.new_id()
+    assert changed(changes.change(table, "cancel", of_ids(*ids), id=id)) == sorted(ids)
+    return id
+
+
+def restore(table: TaskTable, operation: str | None = None, ids: Sequence[str] | None = None) -> list[str]:
+    selection = TaskSelection(state=CANCELLED, operation=operation, ids=ids and tuple(ids))
+    return changed(changes.change(table, "restore", selection))
+
+
+def kept(database: Database) -> list[str]:
+    return sorted(id for (id,) in query(database, "SELECT Id FROM AsynchronousTasksCancelled"))
+
+
+@pytest.mark.parametrize("by_ids", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_a_restore_after_a_cancel_is_the_identity(database: Database, table: TaskTable, by_ids: bool) -> None:
+    """Of every column of each unsent state, whatever the chunks are."""
+    insert(database, [*KEPT, row("sent", SentAt=PAST), row("large", Data=b"x" * 1_000_000)])
+    before, ids = rows_of(database), [each["Id"] for each in KEPT]
+    id = cancel(table, "large", *ids)
+    assert [*rows_of(database)] == ["sent"]
+    assert kept(database) == sorted(["large", *ids])
+    assert restore(table, *([None, ["large", *ids]] if by_ids else [id])) == sorted(["large", *ids])
+    assert rows_of(database) == before
+    assert kept(database) == []
+
+
+def test_a_chunk_that_moves_rows_has_few_bytes(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit has at most 100 MB. The tasks of a key are restored in its order, whatever their IDs and chunks are."""
+    monkeypatch.setattr(changes, "CHUNK", 9)
+    monkeypatch.setattr(changes, "CHUNK_BYTES", 5_000)
+    names = [f"{9 - n}" for n in range(9)]
+    rows = [row(id, OrderingKey="k", Sequence=n, Data=b"x" * 2_000) for n, id in enumerate(names)]
+    insert(database, rows)
+    outcomes = list(changes.change(table, "cancel", TaskSelection(state="pending"), id=(id := operations.new_id())))
+    assert max(len(each.changed) for each in outcomes) == 2
+    for selection in (TaskSelection(state=CANCELLED, operation=id), of_ids(*sorted(names), state=CANCELLED)):
+        restored = [each.changed for each in changes.change(table, "restore", selection)]
+        assert [set(chunk) for chunk in restored] == [set(names[n : n + 2]) for n in range(0, 9, 2)]
+        cancel(table, *names)
+
+
+def test_a_task_whose_id_exists_again_is_refused_and_counted(database: Database, table: TaskTable) -> None:
+    """Also by the dry run. Of an ID that was cancelled twice, the last task is restored."""
+    insert(database, [row("a"), row("b"), row("c")])
+    id = cancel(table, "a", "b", "c")
+    insert(database, [row("a", Topic="new")])
+    selection = TaskSelection(state=CANCELLED, operation=id, as_of=table.now())
+    preview = changes.preview(table, selection, "restore")
+    assert (preview.tasks, preview.refused, preview.groups) == (2, {"exists": 1}, [["orders", None, 3]])
+    [outcome] = [each for each in changes.change(table, "restore", selection) if each.unchanged]
+    assert outcome.unchanged == {"a": "exists"}
+    assert (sorted(rows_of(database)), kept(database)) == (["a", "b", "c"], ["a"])
+    again = cancel(table, "a")
+    assert (restore(table, id), restore(table, again)) == ([], ["a"])
+    assert rows_of(database)["a"]["Topic"] == "new"
+    assert changes.preview(table, of_ids("a", "x", state=CANCELLED), "restore").refused == {"missing": 2}
+
+
+def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Database, table: TaskTable) -> None:
+    insert(
+        database,
+        [
+            *line("overtaken", {}, {}, {}),
+            *line("before", {}, {"SentAt": PAST}),
+            *line("earlier", {}, {}),
+            *line("other", {}), *line("other", {}, {}, topic="invoices"),
+            row("s 1", OrderingKey="s", Sequence=1), row("s 2", OrderingKey="s", Sequence=2), row("alone"),
+        ],
+    )  # fmt: skip
+    id = cancel(table, "overtaken 0", "overtaken 1", "before 0", "earlier 1", "other 0", "s 1", "alone")
+    for sent in ("overtaken 2", "earlier 0", "invoices other 1", "s 2"):
+        update(database, sent, SentAt=COMMIT_TIMESTAMP)
+    for selection in (
+        TaskSelection(state=CANCELLED, operation=id),
+        of_ids("overtaken 0", "overtaken 1", "before 0", "s 1", state=CANCELLED),
+    ):
+        assert changes.preview(table, selection, "restore").overtaken == 3
+
+
+#: The columns of the head of a deferred task, whether a restore releases the task, and whether a retry does.
+HEADS: dict[str, tuple[dict[str, Any] | None, bool, bool]] = {
+    "gone": (None, True, True),
+    "dead": ({"AvailableAt": NEVER}, False, False),
+    "retrying": ({"AvailableAt": FUTURE, "Attempts": 2}, False, False),
+    "ready": ({}, True, False),  # a worker soon releases it
+    "sent": ({"SentAt": PAST}, True, True),
+    "expired": ({"ExpiresAt": PAST, "AvailableAt": NEVER}, True, True),
+    "of another key": ({"OrderingKey": "l"}, True, True),
+    "of another topic": ({"Topic": "invoices"}, True, True),
+}
+
+
+@pytest.mark.parametrize(("head", "restored", "retried"), HEADS.values(), ids=HEADS)
+def test_a_deferred_task_is_released_unless_its_head_waits(
+    database: Database, table: TaskTable, head: dict[str, Any] | None, restored: bool, retried: bool
+) -> None:
+    """By a restore and by a retry. Otherwise nothing would release it before its deferral ends."""
+    deferred = {"AvailableAt": FUTURE, "BlockedBy": "head"}
+    insert(database, [row("task", OrderingKey="k", **deferred)])
+    insert(database, [row("head", **{"OrderingKey": "k", **head})] if head is not None else [])
+    before = rows_of(database)["task"]
+    assert restore(table, cancel(table, "task")) == ["task"]
+    assert rows_of(database)["task"] == before | ({"AvailableAt": None, "BlockedBy": None} if restored else {})
+    update(database, "task", **deferred)
+    selection = TaskSelection(ids=("task",))
+    assert changes.count(table, selection, exact=True).number == retried
+    assert changed(changes.change(table, "retry", selection)) == ["task"] * retried
+    assert (rows_of(database)["task"]["BlockedBy"] is None) == retried
+
+
+def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: TaskTable) -> None:
+    """By topic, key, time and operation; pages do not repeat a task."""
+    insert(database, [row(f"{n}", Topic=("orders", "bills")[n % 2], OrderingKey="k", LastError="x") for n in range(8)])
+    first, second = cancel(table, "0", "1", "2"), cancel(table, "3", "4", "5", "6")
+    found: list[str] = []
+    after = None
+    while found == [] or after:
+        page = tasks.find(table, [CANCELLED], newest=True, limit=3, after=after)
+        found += [each.columns["Id"] for each in page.tasks]
+        after = page.next
+    assert (sorted(found), set(found[:4])) == (list("0123456"), set("3456"))
+    for more, expected in (
+        ({"topic": "bills"}, "135"), ({"ordering_key": "l"}, ""), ({"error": "X", "id_prefix": "2"}, "2"),
+        ({"operation": first}, "012"), ({"since": table.now()}, ""),
+    ):  # fmt: skip
+        selection = TaskSelection(state=CANCELLED, **more)  # type: ignore[arg-type]  # of several types
+        listed = tasks.find(table, [CANCELLED], selection).tasks
+        assert sorted(each.columns["Id"] for each in listed) == list(expected)
+        assert changes.count(table, selection, exact=True).number == len(expected)
+    both = tasks.find(table, [CANCELLED, "pending"], newest=False).tasks
+    assert [each.state for each in both] == ["pending"] + [CANCELLED] * 7
+    shown = tasks.task(table, "3")
+    assert shown
+    assert (shown.state, shown.columns["OperationId"], shown.columns["SentAt"]) == (CANCELLED, second, None)
+    assert tasks.beginning_with(table, ["7", "6"], 9) == {"7": ["7"], "6": ["6"]}
+    assert changed(changes.change(table, "purge", TaskSelection(state=CANCELLED, topic="bills"))) == list("135")
+    assert (kept(database), [*rows_of(database)]) == (list("0246"), ["7"])
+
+
+def test_a_task_that_a_worker_had_published_is_restored_as_sent(database: Database, table: TaskTable) -> None:
+    """Its message is out, as the record of the cancel says. So no second one is published.
+
+    One that was to be sent again is restored unsent: the worker may have published it before that.
+    """
+    out = row("out", AvailableAt=PAST, Attempts=2, LastError="x", DueAt=PAST)
+    insert(database, [row("again"), out, row("kept")])
+    update(database, "again", TimesSent=1)
+    id = cancel(table, "again", "out", "kept")
+    with database.batch() as batch:
+        published = '{"again": "16", "out": "17"}'
+        batch.update("AsynchronousTaskOperations", ("OperationId", "Published"), [(id, published)])
+    assert restore(table, id) == ["again", "kept", "out"]
+    after = rows_of(database)
+    assert (after["again"]["SentAt"], after["kept"]["SentAt"]) == (None, None)
+    sent = {name: after["out"][name] for name in ("AvailableAt", "DueAt", "Attempts", "LastError")}
+    assert after["out"]["SentAt"] is not None
+    assert sent == {"AvailableAt": None, "DueAt": None, "Attempts": 0, "LastError": None}
+    assert query(database, "SELECT TimesSent FROM AsynchronousTasks ORDER BY Id") == [[1], [0], [1]]

@@ -1,24 +1,192 @@
-"""Each change of an operator is recorded in the transactions that make it: who, when, the selection and the count."""
+"""Each change is recorded in its own transactions, and another process continues it. A resend publishes again."""
 
+import contextlib
+import dataclasses
 import itertools
 import json
+import re
+import time
 import uuid
-from datetime import datetime
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes, operations, topics
-from outbox.admin.changes import TaskSelection
-from outbox.admin.operations import Author, Operation
+from outbox.admin import changes, operations, resend, topics
+from outbox.admin.changes import Outcome, TaskSelection
+from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
+from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.base.values import shown
-from outbox.errors import NotReached
-from outbox.table.states import NEVER
-from tests.support.operations import FUTURE, insert, row, rows_of
+from outbox.devtools.emulators import Emulators
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.table.ddl import OPERATIONS, Layout
+from outbox.table.states import CANCELLED, NEVER
+from tests.support.commands import Commands
+from tests.support.fakes import serialized
+from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, changed, insert, opened, row, rows_of, update
+from tests.support.pubsub import PubSub, Subscription
 
-DEAD = {"AvailableAt": NEVER, "Attempts": 9}
+DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic\nmore"}
+JANE, JOHN = Author("jane@example.com", "the topic exists now"), Author("john@example.com", "wait for the fix")
+NAMES = [f"{n:02}" for n in range(24)]
+ID = "00000000-0000-0000-0000-000000000001"
+SENT = TaskSelection(state="sent", topic="orders", until=PAST + timedelta(hours=1))
+CASES = [
+    ("retry", TaskSelection(state="dead", until=FUTURE), DEAD),
+    ("retry", TaskSelection(ids=tuple(NAMES)), DEAD),
+    ("retry", SENT, {"SentAt": PAST}),
+    ("cancel", TaskSelection(state="dead", until=FUTURE), DEAD),
+    ("purge", TaskSelection(state="sent", until=FUTURE), {"SentAt": PAST}),
+    ("restore", TaskSelection(state=CANCELLED, since=PAST), {}),
+    ("resend", SENT, {"SentAt": PAST}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "CHUNK", 3)
+    monkeypatch.setattr(changes, "PAGE", 4)
+
+
+def fill(database: Database, columns: dict[str, Any]) -> None:
+    insert(database, [row(id, **columns, OrderingKey="k" if int(id) % 4 else None) for id in NAMES])
+
+
+@pytest.fixture
+def to(pubsub: PubSub) -> Subscription:
+    """Where tasks are resent."""
+    return pubsub.new_subscription(pubsub.new_topic(), ordered=True)
+
+
+def ids(to: Subscription) -> list[str]:
+    return [message.attributes[TASK_ID_ATTRIBUTE] for message in to.drain()]
+
+
+def begin(table: TaskTable, selection: TaskSelection, name: str = "retry", id: str = ID) -> None:
+    assert changes.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
+
+
+def dead_again(database: Database, ids: tuple[str, ...]) -> None:
+    """What a worker does if the reason of the failure remains."""
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "AvailableAt"), [(id, NEVER) for id in ids])
+
+
+@pytest.mark.parametrize(("name", "selection", "columns"), CASES)
+def test_a_change_that_lost_its_process_continues_after_its_last_chunk(  # noqa: PLR0917 - cases
+    database: Database, table: TaskTable, to: Subscription, name: str, selection: TaskSelection, columns: dict[str, Any]
+):
+    """No task is left out, and a retried task that is dead again is not retried twice."""
+    fill(database, columns)
+    if name == "restore":
+        list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(NAMES))))
+    begin(table, resend.checked(table, selection, to.topic) if name == "resend" else selection, name)
+    done: list[str] = []
+    for chunks in (1, 2, 4, 100):
+        process = changes.resume(TaskTable(opened(database)), ID)
+        for outcome in itertools.islice(process, chunks):
+            done += outcome.changed
+            if name == "retry" and selection.state != "sent":
+                dead_again(database, outcome.changed)
+        assert operations.found(table, ID).tasks == len(done)
+        assert (operations.found(table, ID).finished_at is None) == (chunks < 100)
+    assert sorted(done) == NAMES
+    operation = operations.found(table, ID)
+    assert (operation.principal, operation.reason, operation.selected) == (JANE.principal, JANE.reason, len(NAMES))
+    assert operation.state(table.now()) == "finished"
+    with pytest.raises(NotContinued):
+        operations.proceed(table, ID, JOHN)
+    with pytest.raises(NotContinued):
+        list(changes.resume(table, ID))
+
+
+def test_no_task_is_changed_twice_whichever_transactions_fail(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Of three one fails, and one is committed without an answer. The last one records the end."""
+    fill(database, DEAD)
+    begin(table, TaskSelection(state="dead"))
+    original, calls = TaskTable.transact, itertools.count()
+
+    def failing(self: TaskTable, tag: str, work: Any) -> Any:
+        number = next(calls)
+        result = original(self, tag, work) if number % 3 else None
+        if number % 3 < 2:
+            raise NotReached("Spanner did not answer")
+        return result
+
+    monkeypatch.setattr(TaskTable, "transact", failing)
+    retried: list[str] = []
+    while operations.found(table, ID).finished_at is None:
+        with contextlib.suppress(NotReached):
+            list(changes.resume(table, ID))
+        new = [id for id, columns in rows_of(database).items() if columns["AvailableAt"] != NEVER]
+        if new:
+            dead_again(database, tuple(new))
+            retried += new
+        assert operations.found(table, ID).tasks == len(retried)
+    assert sorted(retried) == NAMES
+
+
+@pytest.mark.parametrize("name", ["retry", "resend"])
+def test_processes_that_continue_one_operation_share_its_chunks_once(
+    database: Database, table: TaskTable, to: Subscription, name: str
+):
+    """The one that comes second with a chunk ends, as does that of a stopped operation. Each task counts once."""
+    fill(database, DEAD if name == "retry" else {"SentAt": PAST})
+    begin(table, TaskSelection(state="dead") if name == "retry" else resend.checked(table, SENT, to.topic), name)
+    first, second = changes.resume(table, ID), changes.resume(TaskTable(opened(database)), ID)
+    done = list(next(first).changed)
+    with pytest.raises(NotContinued, match="continued by another process"):
+        next(second)
+    third = changes.resume(table, ID)
+    done += next(third).changed
+    with pytest.raises(NotContinued):
+        next(first)
+    operations.stop(table, ID, JOHN)
+    with pytest.raises(NotContinued, match="was stopped"):
+        next(third)
+    operations.proceed(table, ID, JANE)
+    done += changed(changes.resume(table, ID))
+    assert sorted(done) == NAMES
+    assert operations.found(table, ID).tasks == len(NAMES)
+    assert sorted(ids(to)) == (NAMES if name == "resend" else [])
+
+
+def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable, emulators: Emulators):
+    """And stays stopped."""
+    ids = tuple(map(str, range(RECORDED_IDS + 1)))
+    begin(table, TaskSelection(ids=ids), id="too many")
+    begin(table, TaskSelection(state="dead"), id="other layout")
+    with database.batch() as batch:
+        rows = [("other layout", '{"column": "Shard32", "shard": 3, "after": "x"}')]
+        batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), rows)
+    for id in ("too many", "other layout"):
+        operations.stop(table, id, JOHN)
+    stop = operations.latest(table, 1)[0]
+    assert (stop.operation, stop.selection) == ("stop", '{"operation": "other layout"}')
+    for id, reason in (
+        ("too many", "operation too many cannot be continued: its record does not contain the whole selection"),
+        ("other layout", "number of shards was changed"),
+        (stop.id, "is not a retry, resend, purge, cancel or restore"),
+        ("gone", "does not exist"),
+    ):
+        with pytest.raises(OutboxError, match=reason):
+            list(changes.resume(table, id))
+        for flags in ([], ["--dry-run"]):
+            refused = Commands(emulators, database).here("operations", "continue", id, *flags)
+            assert (refused.code, refused.stdout) == (1, "")
+            assert re.search(reason, refused.stderr)
+    for id in ("too many", "other layout"):
+        assert operations.found(table, id).stopped_at is not None, "the note of the stop"
+    for change, id in itertools.product((operations.stop, operations.proceed), (stop.id, "gone")):
+        with pytest.raises(NotContinued, match="is finished, or does not exist"):
+            change(table, id, JOHN)
 
 
 def recorded(table: TaskTable) -> list[Operation]:
@@ -108,22 +276,123 @@ def test_no_task_is_changed_without_a_record(database: Database, table: TaskTabl
     assert rows_of(database).keys() == before.keys() | {"b"}
 
 
-def test_an_operation_that_could_not_be_recorded_as_finished_is_continued(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+#: Two keys and no key, ten tasks of each. Neither the ID nor SentAt says their order, and five share a CreatedAt.
+TASKS = {
+    f"{key or 'none'} {9 - n}": {
+        "OrderingKey": key,
+        "CreatedAt": PAST + n // 5 * SECOND,
+        "Sequence": n,
+        "SentAt": PAST + (20 - n) * SECOND,
+    }
+    for n in range(10)
+    for key in ("k", "l", None)
+}
+
+
+def begun(table: TaskTable, to: Subscription, selection: TaskSelection = SENT, **more: Any) -> str:
+    found = resend.checked(table, selection, to.topic, **more)
+    assert changes.begin(table, "resend", found, JANE, id=ID, selected=changes.preview(table, found).tasks)
+    return ID
+
+
+def test_a_resend_repeats_a_chunk_whose_record_is_missing_in_the_order_of_its_keys(
+    database: Database, table: TaskTable, to: Subscription
 ):
-    """Its tasks are changed, and are not changed again."""
-    insert(database, [row("a", **DEAD)])
-    original, calls = TaskTable.transact, itertools.count(1)
+    """As after a process that ended between a publish and its record. It publishes to no other topic."""
+    insert(database, [row(id, **columns) for id, columns in TASKS.items()])
+    insert(database, [row("other", Topic="mails", SentAt=PAST), row("unsent"), row("new", SentAt=table.now())])
+    before = rows_of(database)
+    list(itertools.islice(changes.resume(table, begun(table, to)), 2))
+    with database.batch() as batch:
+        batch.update(OPERATIONS, ("OperationId", "Position", "Tasks"), [(ID, None, 0)])
+    assert changed(changes.resume(table, ID)) == sorted(TASKS)
+    found = ids(to)
+    assert len(found) > len(TASKS)
+    assert {*found} == {*TASKS}
+    for key in ("k", "l"):
+        assert [id for id in dict.fromkeys(found) if id.startswith(key)] == [f"{key} {9 - n}" for n in range(10)]
+    assert rows_of(database) == before
 
-    def fail(self: TaskTable, tag: str, work: Any) -> Any:
-        if next(calls) == 3:
-            raise NotReached("Spanner did not answer")
-        return original(self, tag, work)
 
-    monkeypatch.setattr(TaskTable, "transact", fail)
-    with pytest.raises(NotReached):
-        list(changes.change(table, "retry", TaskSelection(ids=("a",))))
-    [record] = recorded(table)
-    assert (record.tasks, record.finished_at) == (1, None)
-    assert list(changes.resume(table, record.id)) == []
-    assert recorded(table)[0].finished_at is not None
+def test_ids_that_cannot_be_published_are_named_and_the_others_go(
+    database: Database, table: TaskTable, to: Subscription
+):
+    """Gone, unsent, sent again since the preview, or refused for what they contain."""
+    insert(database, [row("unsent"), row("broken", SentAt=PAST, Data=b"\xff")])
+    insert(database, [row("b", SentAt=PAST, OrderingKey="k"), row("again", SentAt=PAST)])
+    insert(database, [row("a", SentAt=PAST, Data=serialized(b"data", attributes={"n": "1"}))])
+    selection = TaskSelection(state="sent", ids=("gone", "a", "unsent", "broken", "b", "again"), until=table.now())
+    found = resend.checked(table, selection, to.topic)
+    assert changes.preview(table, found).refused == {"missing": 1, "pending": 1}
+    begun(table, to, selection)
+    update(database, "again", SentAt=COMMIT_TIMESTAMP)
+    outcomes = list(changes.resume(table, ID))
+    unchanged = {id: why.split(":")[0] for outcome in outcomes for id, why in outcome.unchanged.items()}
+    assert unchanged == {"unsent": "unsent", "again": resend.EXCLUDED, "broken": "undecodable"}
+    assert [id for outcome in outcomes for id in outcome.missing] == ["gone"]
+    a, b = sorted(to.drain(), key=lambda each: str(each.attributes[TASK_ID_ATTRIBUTE]))
+    assert (a.data, dict(a.attributes)) == (b"data", {"n": "1", TASK_ID_ATTRIBUTE: "a"})
+    assert (b.attributes[TASK_ID_ATTRIBUTE], b.ordering_key) == ("b", "k")
+    assert operations.found(table, ID).tasks == 2
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_selection_narrows_by_topic_time_and_key(
+    database: Database, table: TaskTable, to: Subscription, by_ids: bool
+):
+    """Also if IDs are given, so that no task is published that the preview does not count."""
+    edges = {"early": -MICROSECOND, "first": 0 * SECOND, "last": SECOND - MICROSECOND, "late": SECOND}
+    insert(database, [row(id, SentAt=PAST + time, OrderingKey="k") for id, time in edges.items()])
+    insert(database, [row("of l", SentAt=PAST, OrderingKey="l"), row("of none", SentAt=PAST)])
+    insert(database, [row("mail", SentAt=PAST, OrderingKey="k", Topic="mails")])
+    every = (*edges, "of l", "of none", "mail") if by_ids else None
+    window = dataclasses.replace(SENT, since=PAST, until=PAST + SECOND, ordering_key="k", ids=every)
+    list(changes.resume(table, begun(table, to, window)))
+    assert sorted(ids(to)) == ["first", "last"]
+
+
+def test_the_rate_limits_tasks_per_second(
+    database: Database, table: TaskTable, to: Subscription, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of a process that continues. A chunk has at most the tasks of a second."""
+    insert(database, [row(f"{n}", SentAt=PAST, OrderingKey="k") for n in range(6)])
+    waits: list[float] = []
+    monkeypatch.setattr(resend, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+    outcomes: list[Outcome] = [*itertools.islice(changes.resume(table, begun(table, to, rate=2)), 1)]
+    outcomes += changes.resume(table, ID)
+    assert [len(outcome.changed) for outcome in outcomes] == [2, 2, 2]
+    assert len([each for each in waits if 0 < each <= 1]) == 1, "the second chunk of the second process"
+
+
+@pytest.mark.parametrize(
+    ("selection", "topic", "sentence"),
+    [
+        (SENT, "orders-v2", "--to orders-v2 is the topic of the tasks"),
+        (dataclasses.replace(SENT, topic=None, ids=("a",)), "orders", "--to orders is the topic of the tasks"),
+        (SENT, "-", "--to: topic '-' is not a name that Pub/Sub allows"),
+    ],
+)
+def test_a_resend_that_makes_no_sense_is_refused(
+    database: Database, table: TaskTable, selection: TaskSelection, topic: str, sentence: str
+):
+    insert(database, [row("a", SentAt=PAST)])
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "PublishTo"), [("orders", False, "orders-v2")])
+    with pytest.raises(SettingError, match=sentence):
+        resend.checked(table, selection, topic)
+    assert resend.checked(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
+
+
+@pytest.mark.extended
+def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
+    """Or with the beginning of its abort, which has a record of its own. The command that was changing then ends."""
+    table = TaskTable(opened(own_database))
+    resharding = Resharding(table)
+    changing = resharding.run(resharding.target(4))
+    next(each for each in changing if "poll Shard4" in each)
+    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]
+    list(resharding.run(resharding.former(), aborts=True))
+    with pytest.raises(OutboxError, match="another command has begun to change the number of shards to 10"):
+        list(changing)
+    assert list(resharding.snapshot().layouts) == [Layout(10)]
+    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["finished", "stopped"]

@@ -1,34 +1,53 @@
-"""The relay in this process on the real emulators: polls, publishes and marks."""
+"""The relay in this process on the real emulators: polls, publishes, marks, traces, and hosted by applications."""
 
 import base64
+import contextlib
+import queue
+import re
+import subprocess
+import sys
+import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 
 import pytest
+from google.cloud.pubsub_v1 import SubscriberClient
+from google.cloud.pubsub_v1.subscriber.message import Message
+from google.cloud.pubsub_v1.types import SubscriberOptions
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
+from outbox.devtools.emulators import Emulators
 from outbox.program.channels import open_pubsub
 from outbox.table.connection import open_database
+from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
+from publishworker.hosted import HostedRelay
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.store import SpannerStore, any_to_send, topics_to_send
 from publishworker.spanner.write_errors import DatabaseMissing
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
 from publishworker.types import Answer, Failed, LockedRow, Published
 from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
+from tests.support.operations import FUTURE, OF_STATES, PAST, insert, row
 from tests.support.parts import poll_request, relay_of
+from tests.support.processes import ROOT
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import EACH_ONCE, account, execute, register, unsent
-from tests.support.spanner import PROJECT, place, query
+from tests.support.spanner import INSTANCE, PROJECT, place, query
+from tests.support.store_harness import SpannerHarness
 from tests.support.waiting import eventually
 
 
@@ -224,3 +243,194 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
         assert not seen
     assert seen == [set(ids)]
     assert set(unsent(database)) == {refused, untried}
+
+
+LATE = NEVER - timedelta(microseconds=1)
+ALL = range(10)
+
+
+@pytest.fixture
+def harness(database: Database) -> SpannerHarness:
+    return SpannerHarness(database)
+
+
+def test_pending_and_retrying_tasks_are_work(database: Database, harness: SpannerHarness) -> None:
+    """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them."""
+    key = {"ordering_key": "same-shard"}
+    for n in range(5):
+        harness.insert(f"dead {n}", topic="dead", available_at=NEVER, **key)
+        harness.insert(f"paused {n}", topic="paused", **key)
+        same = {"available_at": LATE - timedelta(days=n // 4), "created_at": PAST - timedelta(days=n % 2)}
+        harness.insert(f"scheduled {n}", priority=50 + n % 3, **same, **key)
+        harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
+    harness.control("paused", TopicControls(paused=True))
+    assert not any_to_send(harness.store)
+    harness.insert("misrouted", topic="misrouted", **key)
+    harness.control("misrouted", TopicControls(publish_to="no topic"))
+    assert (any_to_send(harness.store), any_to_send(harness.store, misrouted=True)) == (False, True)
+    harness.control("misrouted", TopicControls(paused=True, publish_to="no topic"))
+    assert not any_to_send(harness.store, misrouted=True)
+    harness.delete("misrouted")
+    for state, columns in ((state, columns) for state, of in OF_STATES.items() for columns in of):
+        insert(database, [row("a", **columns | {"OrderingKey": "same-shard"})])
+        assert any_to_send(harness.store) == (state in ("pending", "retrying")), columns
+        assert topics_to_send(harness.store).keys() - {"orders"} == {"paused"}
+        harness.delete("a")
+
+
+def test_the_topics_to_send_and_whether_their_tasks_have_keys(harness: SpannerHarness) -> None:
+    """`check` asks Pub/Sub for these topics, and warns of ordering keys without an endpoint of one region."""
+    harness.insert("ready", topic="ready")
+    harness.insert("retrying", topic="retrying", available_at=FUTURE, attempts=1, ordering_key="key")
+    harness.insert("scheduled", topic="scheduled", available_at=FUTURE, ordering_key="key")
+    harness.insert("dead", topic="dead", available_at=NEVER)
+    harness.insert("sent", topic="sent", sent_at=PAST, ordering_key="key")
+    assert topics_to_send(harness.store) == {"ready": False, "retrying": True}
+
+
+def test_only_the_requested_shards_are_read(harness: SpannerHarness) -> None:
+    for n in range(5):
+        harness.insert(str(n))
+    used = {each.shard for each in harness.store.poll(poll_request("orders"))}
+    assert {shard for shard in ALL if any_to_send(harness.store, [shard])} == used
+    assert not any_to_send(harness.store, set(ALL) - used)
+    assert any_to_send(harness.store, ALL)
+
+
+def test_each_layout_has_all_tasks(own_database: Database) -> None:
+    harness, new = SpannerHarness(own_database), Layout.added(32)
+    harness.insert("a")
+    harness.insert("scheduled", available_at=FUTURE)
+    harness.reshard(new)
+    for layouts in ((Layout(10),), (new,), (new, Layout(10))):
+        harness.store.layouts = layouts
+        assert any_to_send(harness.store, [shard for layout in layouts for shard in layout.ids])
+
+
+def place_order(database: Database, topic: str) -> ReadableSpan:
+    with trace.get_tracer("shop").start_as_current_span("place order") as span:
+        database.run_in_transaction(lambda transaction: outbox.register(transaction, topic, b"order-1"))
+    assert isinstance(span, ReadableSpan)
+    return span
+
+
+def only(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
+    return eventually(lambda: next((each for each in spans.get_finished_spans() if each.name == name), None))
+
+
+def is_within(context: trace.SpanContext | None, span: ReadableSpan, spans: InMemorySpanExporter) -> bool:
+    """Return whether a context is a span's or a descendant's: the Spanner client creates spans for its calls."""
+    parents = {each.context.span_id: each.parent for each in spans.get_finished_spans()}
+    while context is not None and context.span_id != span.context.span_id:
+        context = parents.get(context.span_id)
+    return context is not None
+
+
+@pytest.fixture
+def received(subscription: Subscription) -> Iterator["queue.Queue[Message]"]:
+    messages: queue.Queue[Message] = queue.Queue()
+    client = SubscriberClient(subscriber_options=SubscriberOptions(enable_open_telemetry_tracing=True))
+
+    def take(message: Message) -> None:
+        message.ack()
+        messages.put(message)
+
+    pulling = client.subscribe(subscription.name, take)
+    yield messages
+    pulling.cancel()
+    with contextlib.suppress(CancelledError, TimeoutError):
+        pulling.result(timeout=30)
+    client.close()
+
+
+def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
+    database: Database, topic: str, received: "queue.Queue[Message]", spans: InMemorySpanExporter
+) -> None:
+    """Its span is a child of the application's; the relay's own span is linked to it."""
+    order = place_order(database, topic)
+    turn_until_all_sent(make_relay(database), database)
+    message = received.get(timeout=30)
+    # By this attribute any other subscriber can continue the trace, too.
+    assert message.attributes["googclient_traceparent"].split("-")[1] == f"{order.context.trace_id:032x}"
+    subscribe = eventually(
+        lambda: next((each for each in spans.get_finished_spans() if each.name.endswith(" subscribe")), None),
+        seconds=30,
+    )
+    assert subscribe.context.trace_id == order.context.trace_id
+    assert is_within(subscribe.parent, order, spans)
+    sent = only(spans, f"send {topic.rpartition('/')[2]}")
+    [link] = sent.links
+    assert is_within(link.context, order, spans)
+    assert sent.context.trace_id != order.context.trace_id
+
+
+PAGE = ROOT / "docs/operations/worker.md"
+
+
+@pytest.fixture
+def _environment(emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"PROJECT": PROJECT, "INSTANCE": INSTANCE, "DATABASE": database.database_id, "POLL_INTERVAL": "30"}
+    variables = {f"OUTBOX_{name}": value for name, value in place.items()}
+    for name, value in (variables | emulators.environment()).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("_environment")
+def test_a_hosted_relay_sends_a_task_when_it_is_woken(database: Database, pubsub: PubSub) -> None:
+    """Long before its poll interval is over. The page's example is run, with a long pause when the task comes."""
+    topic = pubsub.new_topic()
+    subscription = pubsub.new_subscription(topic)
+    [example] = re.findall(r"^```python\n(from publishworker.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    start, commit = "with HostedRelay() as relay:", "    database.run_in_transaction"
+    assert example.count(start) == example.count(commit) == 1
+
+    def wait_for_a_long_pause(relay: HostedRelay) -> None:
+        woken = relay._app.relay._woken  # type: ignore[union-attr]  # it runs
+        for _ in range(10):  # each wake-up in vain doubles the pause between polls
+            relay.wake()
+            eventually(lambda: not woken.is_set(), seconds=10, message="a turn")
+            time.sleep(0.1)
+
+    def place_order(transaction: Any) -> None:
+        outbox.register(transaction, topic, b"order")
+
+    names = {"database": database, "place_order": place_order, "before": wait_for_a_long_pause}
+    names["after"] = lambda: subscription.pull_until(1, seconds=10)
+    exec(example.replace(commit, f"    before(relay)\n{commit}") + "    after()\n", names)
+    relay: Any = names["relay"]
+    assert not relay._thread.is_alive()
+    relay.start()
+    with pytest.raises(RuntimeError, match="runs already"):
+        relay.start()
+    relay.stop()
+    relay.stop()  # a second call, and one in a process without a relay, do nothing
+    assert not relay._thread.is_alive()
+
+
+@pytest.mark.usefixtures("_environment")
+@pytest.mark.parametrize(
+    ("program", "code", "stopped"),
+    [
+        ("with HostedRelay(): raise LookupError('of the application')", 1, True),
+        *(
+            pytest.param(*each, False, marks=pytest.mark.extended)
+            for each in (
+                ("HostedRelay().start(); raise LookupError('of the application')", 1),
+                ("relay = HostedRelay().start()\nif os.fork() == 0: relay.stop()", 0),
+            )
+        ),
+    ],
+)
+def test_a_process_ends_although_its_main_program_has_not_stopped_the_relay(
+    program: str, code: int, stopped: bool, database: Database
+) -> None:
+    """At the end of its block, a relay stops as a worker does. Otherwise its thread ends with the process."""
+    start = "import logging, os, sys\nfrom publishworker.hosted import HostedRelay\nlogging.basicConfig(level=20)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start + program], cwd=ROOT, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert ("INFO:publishworker:stopped" in done.stderr) == stopped
+    with database.snapshot() as snapshot:
+        left = list(snapshot.execute_sql("SELECT COUNT(*) FROM AsynchronousTaskWorkers"))
+    assert left == [[0]] or not stopped

@@ -25,9 +25,8 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
-from tests.integration.test_console_pages import text
 from tests.support.commands import Commands
-from tests.support.console import SAME, console, form_of
+from tests.support.console import SAME, console, form_of, text
 from tests.support.pubsub import PubSub
 from tests.support.spanner import PROJECT
 

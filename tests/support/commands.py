@@ -25,6 +25,8 @@ from unittest import mock
 from google.cloud.spanner_v1.database import Database
 
 from outbox import cli
+from outbox.admin.changes import TaskSelection
+from outbox.base.values import shown
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
@@ -163,6 +165,13 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
         "sent": {"SentAt": now - age},
     }
     return operations.row(id, **{"Topic": topic, "Data": b"", "CreatedAt": now - age, **states[state], **columns})
+
+
+def selecting(selection: TaskSelection) -> list[str]:
+    """Return the words of a command that select these tasks."""
+    given = {name: getattr(selection, name) for name in ("state", "topic", "error", "since", "until")}
+    texts = {name: shown(value) if isinstance(value, datetime) else value for name, value in given.items() if value}
+    return [*(selection.ids or ()), *(f"--{name}={text}" for name, text in texts.items())]
 
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:

@@ -101,6 +101,10 @@ def console(
     return TestClient(app, base_url=ORIGIN, follow_redirects=False)
 
 
+def text(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
 def form_of(page: str, path: str) -> str:
     """Return the address of the form on a page that is sent to `path`."""
     [address] = [html.unescape(each) for each in re.findall(r'method="post" action="([^"]+)"', page) if path in each]

@@ -1,37 +1,53 @@
-"""Lists of tasks by function, command and page; and tasks as `show` and `tail` read them from Spanner."""
+"""Lists of tasks by function, command and page, single tasks, and `outbox.reader`, which follows sent tasks."""
 
 import itertools
 import re
+import threading
+import time
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 from unittest import mock
 from urllib.parse import unquote_plus, urlencode
 
 import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
 from starlette.testclient import TestClient
 
+import outbox
+from outbox import reading
 from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import TEXT
 from outbox.admin.table import TaskTable
-from outbox.base.values import MAX_ID_CHARACTERS, shown
+from outbox.base.schedules import Schedule
+from outbox.base.values import MAX_ID_CHARACTERS
 from outbox.console import readings
 from outbox.console.operation_pages import address_of
-from outbox.devtools.emulators import Emulators
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
-from tests.support.commands import Commands
+from tests.support.commands import Commands, selecting
 from tests.support.console import console
-from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row, update
-
-
-def ids(table: TaskTable, *states: str, newest: bool = False, limit: int = 1_000, **selection: Any) -> list[str]:
-    page = tasks.find(table, states or UNSENT, TaskSelection(**selection), newest=newest, limit=limit)
-    return [task.columns["Id"] for task in page.tasks]
+from tests.support.fakes import serialized
+from tests.support.operations import (
+    CREATED,
+    DAY,
+    FUTURE,
+    MICROSECOND,
+    OF_STATES,
+    PAST,
+    SECOND,
+    Watch,
+    insert,
+    row,
+    update,
+)
+from tests.support.waiting import eventually
 
 
 def paged(table: TaskTable, *states: str, limit: int, newest: bool = False, topic: str | None = None) -> Iterator[str]:
@@ -56,7 +72,8 @@ def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch
         assert ({task.columns["Id"] for task in page.tasks}, {task.state for task in page.tasks}) == (names, {state})
         assert (page.next, page.whole) == (None, True)
         assert {getattr(tasks.task(watch.table, name), "state", None) for name in names} == {state}
-    assert set(ids(watch.table)) == set().union(*(every[state] for state in UNSENT))
+    found = {task.columns["Id"] for task in tasks.find(watch.table, UNSENT, limit=1_000).tasks}
+    assert found == set().union(*(every[state] for state in UNSENT))
     watch.requests.clear()
     page = tasks.find(watch.table, ["dead", "sent"])
     assert {task.columns["Id"] for task in page.tasks} == every["dead"] | every["sent"]
@@ -209,12 +226,7 @@ def by_command(command: Commands, _caller: TestClient, selection: TaskSelection)
     """Return None if no flag selects these tasks."""
     if selection.ordering_key or selection.id_prefix:
         return None
-    given = {name: getattr(selection, name) for name in ("state", "topic", "error", "since", "until")}
-    words = [
-        f"--{name}={shown(value) if name in ('since', 'until') else value}" for name, value in given.items() if value
-    ]
-    found = command.objects("list", "--json", "--oldest", *words)
-    return [task["id"] for task in found]
+    return [task["id"] for task in command.objects("list", "--json", "--oldest", *selecting(selection))]
 
 
 def by_page(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
@@ -225,7 +237,7 @@ def by_page(_command: Commands, caller: TestClient, selection: TaskSelection) ->
 
 @pytest.mark.parametrize("way", [by_function, pytest.param(by_command, marks=pytest.mark.extended), by_page])
 def test_a_list_has_the_selected_tasks_in_their_order(
-    emulators: Emulators,
+    outbox: Commands,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
     way: Callable[[Commands, TestClient, TaskSelection], list[str] | None],
@@ -239,9 +251,9 @@ def test_a_list_has_the_selected_tasks_in_their_order(
     insert(database, [row(name, LastError=error, AvailableAt=NEVER, Topic="errors") for name, error in ERRORS.items()])
     insert(database, [row("aa", OrderingKey="k"), row("ab", OrderingKey="K"), row("b", OrderingKey="k")])
     insert(database, [row("a%", SentAt=PAST)])
-    ways = (Commands(emulators, database), console(database))
+    caller = console(database)
     for state, narrowed, ids in SELECTED:
-        found = way(*ways, TaskSelection(state=state, **narrowed))
+        found = way(outbox, caller, TaskSelection(state=state, **narrowed))
         assert found in (ids, None), (state, narrowed)
 
 
@@ -263,3 +275,159 @@ def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database:
     assert (heads[0].head and heads[0].head.columns["LastError"]) == "not_found"
     assert [each.id for each in tasks.blocked_heads(watch.table, seen, limit=1)] == ["dead"]
     watch.check()
+
+
+SECONDS = 30.0
+#: Within the retention.
+RECENT = datetime.now(UTC) - timedelta(hours=2)
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FOLLOW", Schedule(0.02, 0.02))
+
+
+def mark(database: Database, *ids: str) -> None:
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP) for id in ids])
+
+
+def followed(table: TaskTable, position: Position, topic: str | None = None) -> Iterator[str]:
+    """Return the IDs of all pages. Each begins where the one before ended, as a text that was stored."""
+    more = True
+    while more:
+        page = SentTasks(table, Position.read(str(position)), topic).page()
+        yield from (each["Id"] for each in page.rows)
+        position, more = page.end, page.more
+
+
+def read(reader: outbox.Reader, number: int | None = None) -> list[str]:
+    """Return the IDs of this number of tasks, or of those that are there."""
+    found = []
+    while len(found) != number and (task := reader.read(timeout=0 if number is None else SECONDS)):
+        found.append(task.id)
+    return found
+
+
+def tied_rows() -> list[dict[str, Any]]:
+    """Return tasks of which many share SentAt and CreatedAt, as batches and transactions make them."""
+    random = Random(1)
+    return [
+        row(
+            f"task {n}", SentAt=RECENT + random.randrange(3) * SECOND, CreatedAt=CREATED + random.randrange(2) * SECOND,
+            Sequence=random.choice((None, 30 - n)), Topic="ab"[n % 2],
+        )
+        for n in range(30)
+    ]  # fmt: skip
+
+
+def place_of(columns: dict[str, Any]) -> tuple[Any, ...]:
+    sequence = columns["Sequence"]
+    return columns["SentAt"], columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_pages_miss_no_task_and_repeat_none(
+    database: Database, table: TaskTable, size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """In the order of publishing, wherever a page ends, from each position, of all topics or one."""
+    monkeypatch.setattr(reading, "PAGE_ROWS", size)
+    rows = sorted(tied_rows(), key=place_of)
+    insert(database, [*rows, row("before", SentAt=RECENT - MICROSECOND), row("unsent"), row("dead", AvailableAt=NEVER)])
+    order = [each["Id"] for each in rows]
+    assert list(followed(table, Position(RECENT))) == order
+    for number in range(0, len(rows), 7):
+        assert list(followed(table, Position.of(rows[number]))) == order[number + 1 :]
+    assert list(followed(table, Position(RECENT), "b")) == [each["Id"] for each in rows if each["Topic"] == "b"]
+    assert list(followed(table, Position(RECENT + MICROSECOND), "none")) == []
+
+
+def test_a_reader_returns_tasks_with_their_messages_and_goes_on_where_another_stopped(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    """After each task. It holds no more than some messages, so a page has more tasks than it takes at once."""
+    monkeypatch.setattr(reading, "BUFFER_BYTES", 3 * len(serialized()))
+    columns = {"Topic": "b", "Priority": 7, "OrderingKey": "k", "Sequence": 3, "SentAt": RECENT, "CreatedAt": CREATED}
+    insert(
+        database,
+        [*tied_rows(), row("no message", SentAt=RECENT + timedelta(hours=1), Data=b"\xff\xff"), row("a", **columns)],
+    )
+    order: list[outbox.SentTask] = []
+    reader = outbox.reader(database)
+    while task := reader.read(timeout=0):
+        order.append(task)
+        reader = outbox.reader(database, since=reader.position)
+    every = list(itertools.takewhile(lambda each: each.id != "no message", outbox.reader(database)))
+    assert [each.id for each in every] == [each.id for each in order[:-1]]
+    assert len(order) == 32
+    assert order[-1].message is None
+    found = next(each for each in order if each.id == "a")
+    message = PubsubMessage.deserialize(serialized())
+    assert found == outbox.SentTask("a", "b", message, 7, "k", CREATED, RECENT)
+
+
+def test_a_task_that_is_sent_again_is_returned_again(database: Database):
+    insert(database, [row("first"), row("again"), row("once", AtMostOnce=True)])
+    mark(database, "first", "again", "once")
+    reader = outbox.reader(database)
+    assert read(reader) == ["again", "first", "once"]
+    update(database, "again", SentAt=None)
+    assert read(reader) == []
+    mark(database, "again")
+    assert read(reader, 1) == ["again"]
+    assert read(reader) == []
+
+
+def test_a_reader_waits_until_a_task_is_sent_or_it_is_closed(database: Database):
+    """Its position passes the tasks of other topics, so that a later start reads them no more."""
+    insert(database, [row("a"), row("other", Topic="invoices")])
+    reader, began = outbox.reader(database, since=datetime.now(UTC) - DAY, topic="orders"), datetime.now(UTC)
+    found = list[str]()
+    thread = threading.Thread(target=lambda: found.extend(task.id for task in reader))
+    start = time.monotonic()
+    assert reader.read(timeout=0.2) is None
+    assert 0.2 <= time.monotonic() - start < SECONDS
+    with reader:
+        thread.start()
+        mark(database, "other")
+        mark(database, "a")
+        eventually(lambda: found == ["a"], seconds=SECONDS)
+        position = reader.position
+        eventually(lambda: reader.position > position, seconds=SECONDS)
+        assert Position.read(reader.position).sent_at > began
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert reader.read() is None
+
+
+def test_a_position_that_the_retention_has_passed_is_an_error(own_database: Database):
+    """A reader that begins there gets the tasks that are left. After that it has a gap if it falls back."""
+    kept, gone = datetime.now(UTC) - 6 * DAY, datetime.now(UTC) - 8 * DAY
+    insert(own_database, [row("kept", SentAt=kept), row("gone", SentAt=gone)])
+    assert read(outbox.reader(own_database, since=str(Position(kept)))) == ["kept"]
+    reader = outbox.reader(own_database, since=str(Position(gone)))
+    for _ in range(2):
+        with pytest.raises(outbox.PositionExpired, match="deleted: the retention of the table is 7 days"):
+            reader.read()
+    assert reader.position == str(Position(gone))
+    for since in (None, gone, outbox.reader(own_database).position):
+        reader = outbox.reader(own_database, since=since)
+        assert read(reader) == ["gone", "kept"]
+    reader._sent.position = Position(gone)
+    with pytest.raises(outbox.PositionExpired):
+        reader.read(timeout=SECONDS)
+    own_database.update_ddl(["ALTER TABLE AsynchronousTasks DROP ROW DELETION POLICY"]).result()
+    assert read(outbox.reader(own_database, since=str(Position(gone)))) == ["gone", "kept"]
+
+
+def test_a_failed_read_loses_no_task(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """Also if Spanner fails between a page and its messages. The position stays, and the next call reads again."""
+    insert(database, [row("a", SentAt=RECENT)])
+    reader = outbox.reader(database, since=RECENT)
+    for method in ("strong_query", "query"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TaskTable, method, mock.Mock(side_effect=NotReached("Spanner is away")))
+            with pytest.raises(NotReached):
+                reader.read(timeout=SECONDS)
+        assert reader.position == str(Position(RECENT))
+    assert read(reader, 1) == ["a"]
