@@ -102,10 +102,6 @@ class Scenario(NamedTuple):
 
 
 SPANNER, PUBSUB, BOTH = ("spanner",), ("pubsub",), ("pubsub", "spanner")
-#: Those of `make test`, those of `make test-all`, and why only `make test-long` runs the others.
-QUICK = {"spanner_commits_lost", "pubsub_answers_lost"}
-EXTENDED = {"connections_cut", "pubsub_hangs", "spanner_refuses", "spanner_hangs"}
-LONG = pytest.mark.long("others break connections, too")
 SCENARIOS = {
     "spanner_commits_lost": Scenario(
         "Spanner gets the commit, and then the connection is cut, for 20 % of the commits. Their outcome is unknown.",
@@ -142,8 +138,16 @@ SCENARIOS = {
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.extended if name in EXTENDED else LONG)
-        for name in SCENARIOS
+        "spanner_commits_lost",
+        "pubsub_answers_lost",
+        *(
+            pytest.param(name, marks=pytest.mark.extended)
+            for name in ("connections_cut", "pubsub_hangs", "spanner_refuses", "spanner_hangs")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.long("others break connections, too"))
+            for name in ("connections_half_closed", "pubsub_refuses")
+        ),
     ],
 )
 def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> None:
