@@ -31,18 +31,18 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
 
     inbox: set[str] = set()
 
-    def receive(_process: object, _topic: object, messages: Any) -> None:
+    def receive(_found: object, _process: object, _topic: object, messages: Any) -> None:
         for id, *_ in messages:
             note("receive", id, message=str(len(events)))
             if id not in inbox:
                 inbox.add(id)
                 note("effect", id)
 
-    def answered(_process: object, ids: Any, reason: str) -> None:
+    def answered(_found: object, _process: object, ids: Any, reason: str) -> None:
         for id in ids if reason == "ok" else ():
             note("publish", id)
 
-    def committed(task: str, known: Known) -> None:
+    def committed(_found: object, task: str, known: Known) -> None:
         if "+" in task:  # a task instead of a cancelled one
             _register(note, task, known)
         note("commit", task)
@@ -52,41 +52,29 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
             "received": receive,
             "answered": answered,
             "committed": committed,
-            "reset": lambda task, _due=None: note("retry", task),
-            "deleted": lambda task: note("delete", task),
-            "cancelled": lambda task, *_, **__: note("delete", task),
+            "reset": lambda _found, task, _due=None: note("retry", task),
+            "deleted": lambda _found, task: note("delete", task),
+            "cancelled": lambda _found, task, *_, **__: note("delete", task),
         }
-        for name, before in hooks.items():
-            stack.enter_context(_before(Audit, name, before))
-        stack.enter_context(_registrations(note))
+        for name, hook in hooks.items():
+            stack.enter_context(_noting(Audit, name, hook))
+        # Whether or not they commit.
+        stack.enter_context(_noting(World, "_drawn", lambda found, _random: _register(note, *found)))
         audit = world.play(limit)
     return events, audit
 
 
 @contextmanager
-def _before(owner: type, name: str, note: Callable[..., None]) -> Iterator[None]:
-    """Note each call of a method."""
+def _noting(owner: type, name: str, note: Callable[..., None]) -> Iterator[None]:
+    """Note the result and the arguments of each call of a method."""
     real = getattr(owner, name)
 
     def ours(self: Any, *arguments: Any, **options: Any) -> Any:
-        note(*arguments, **options)
-        return real(self, *arguments, **options)
+        found = real(self, *arguments, **options)
+        note(found, *arguments, **options)
+        return found
 
     with mock.patch.object(owner, name, ours):
-        yield
-
-
-@contextmanager
-def _registrations(note: Callable[..., None]) -> Iterator[None]:
-    """Note each task that an application registers, whether or not it commits."""
-    real = World._drawn
-
-    def ours(self: World, random: Any) -> Any:
-        id, task = real(self, random)
-        _register(note, id, task)
-        return id, task
-
-    with mock.patch.object(World, "_drawn", ours):
         yield
 
 

@@ -85,9 +85,7 @@ def test_a_line_is_an_id_or_json(ids_of: Any):
 def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
     """The error names the line, and no ID is used: half of a list would be a surprise."""
     for data, sentence in {
-        b"a\n" + b"x" * 65: "line 2: '"
-        + "x" * 65
-        + "' is not a task ID. It must be 1 to 64 characters of valid Unicode",
+        b"a\n" + b"x" * 65: f"line 2: '{'x' * 65}' is not a task ID. It must be 1 to 64 characters of valid Unicode",
         b"a\n\n" + b"x" * 1_000: "line 3: '" + "x" * 80 + "' is not a task ID",
         b'""': "line 1: '\"\"' is not a task ID",
         b'{"id": ""}': 'line 1: \'{"id": ""}\' is not a task ID',
@@ -183,7 +181,6 @@ def test_a_selection_uses_the_databases_time():
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
-        ("retry --ids-file /dev/zero", "--ids-file: '/dev/zero' has more than 250,000,000 bytes"),
     ],
 )
 def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):

@@ -277,20 +277,6 @@ def test_a_refused_row_does_not_change_the_order_of_its_key(
     assert bench.unsent() == []
 
 
-@pytest.mark.parametrize("once", [False, True])
-def test_while_every_mark_is_refused_few_rows_are_tried_alone(*, once: bool) -> None:
-    """Each task is sent once."""
-    bench = Bench(size=100)
-    bench.insert(*[str(number) for number in range(100)], at_most_once=once)
-    bench.store.refused.update(bench.store.rows)
-    bench.run_for(30)
-    assert len(bench.publisher.ids()) == (0 if once else 100)
-    assert sum(bench.store.claimed.values()) < 600
-    bench.store.refused.clear()
-    bench.run_for(120)
-    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
-
-
 def test_a_refused_at_most_once_task_does_not_delay_a_shutdown() -> None:
     """It has no mark to undo, so the worker waits for nothing."""
     bench = Bench(shutdown_seconds=15)

@@ -29,9 +29,14 @@ from tests.support import spanner
 
 
 @pytest.fixture
-def session() -> Session:
-    created = Session(spanner.client("host:1").instance("instance").database("database"))
-    created._session_id = "session"
+def connection(monkeypatch: pytest.MonkeyPatch) -> Connection:
+    """A connection with a session, which sends no commit."""
+    database = spanner.client("host:1").instance("instance").database("database")
+    session = Session(database)
+    session._session_id = "session"
+    monkeypatch.setattr(Connection, "commit", lambda _: None)
+    created = Connection(database._instance, database)
+    created._session = session
     return created
 
 
@@ -45,7 +50,7 @@ def session() -> Session:
     ],
 )
 def test_each_statement_of_a_driver_fits_into_a_request(
-    session: Session, monkeypatch: pytest.MonkeyPatch, sizes: list[int], statements: list[int]
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, sizes: list[int], statements: list[int]
 ) -> None:
     """Of 10 MiB, with data in base64 and long names. See https://cloud.google.com/spanner/quotas#request-limits."""
     requests: list[ExecuteSqlRequest] = []
@@ -55,9 +60,6 @@ def test_each_statement_of_a_driver_fits_into_a_request(
         requests.append(ExecuteSqlRequest(sql=sql, params=values, param_types=get_param_types(params)))
 
     monkeypatch.setattr(Cursor, "execute", execute)
-    monkeypatch.setattr(Connection, "commit", lambda _: None)
-    connection = Connection(session._database._instance, session._database)
-    connection._session = session
     topic = f"projects/{'p' * 100}/topics/{'t' * 255}"
     tasks = [
         outbox.Task(topic, bytes(size), ordering_key=f"{n:01024}", task_id=f"\U0001f4e6{n:060}")
@@ -72,9 +74,8 @@ def test_each_statement_of_a_driver_fits_into_a_request(
     assert all(ExecuteSqlRequest.pb(request).ByteSize() < 10 * 2**20 for request in requests)
 
 
-def test_a_message_that_no_statement_can_hold_is_refused(session: Session) -> None:
+def test_a_message_that_no_statement_can_hold_is_refused(connection: Connection) -> None:
     """Before anything is executed."""
-    connection = Connection(session._database._instance, session._database)
     small, large = outbox.Task("orders", b""), outbox.Task("orders", bytes(8_000_000))
     with pytest.raises(
         outbox.InvalidMessage, match=r"^tasks\[1\]: the message has 8,000,\d+ bytes; at most 7,500,000 with"
@@ -90,13 +91,10 @@ def test_a_message_that_no_statement_can_hold_is_refused(session: Session) -> No
     "begin", ["begin", "START TRANSACTION", "-- a\nBEGIN", "# a\nbegin", "/* a */ START TRANSACTION"]
 )
 def test_begin_in_autocommit_mode_is_accepted_if_a_cursor_executed_it(
-    session: Session, monkeypatch: pytest.MonkeyPatch, begin: str
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     """A replay repeats it, unlike `connection.begin()`. The driver accepts a comment before it."""
     statements: list[str] = []
-    monkeypatch.setattr(Connection, "commit", lambda _: None)
-    connection = Connection(session._database._instance, session._database)
-    connection._session = session
     connection.autocommit = True
     connection.cursor().execute(begin)
     monkeypatch.setattr(Cursor, "execute", lambda _, sql, __: statements.append(sql))
@@ -125,8 +123,7 @@ def start_batch(connection: Connection) -> None:
         ([start_batch], "the connection is collecting a batch of DML"),
     ],
 )
-def test_wrong_uses_of_dbapi(session: Session, prepare: list[Callable[[Any], object]], sentence: str) -> None:
-    connection = Connection(session._database._instance, session._database)
+def test_wrong_uses_of_dbapi(connection: Connection, prepare: list[Callable[[Any], object]], sentence: str) -> None:
     for each in prepare:
         each(connection)
     for call in (dbapi.register, dbapi.register_once):
@@ -137,11 +134,8 @@ def test_wrong_uses_of_dbapi(session: Session, prepare: list[Callable[[Any], obj
     assert not connection._spanner_transaction_started
 
 
-def test_no_task_is_left_in_a_batch_that_does_not_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_task_is_left_in_a_batch_that_does_not_run(connection: Connection) -> None:
     """The batch would take the INSERT before the commit, and the commit would leave it out without an error."""
-    monkeypatch.setattr(Connection, "commit", lambda _: None)
-    connection = Connection(session._database._instance, session._database)
-    connection._session = session
     dbapi.register(connection, "orders", b"")
     connection.cursor().execute("START BATCH DML")
     with pytest.raises(outbox.InvalidTransaction, match='"RUN BATCH" first'):
@@ -149,18 +143,12 @@ def test_no_task_is_left_in_a_batch_that_does_not_run(session: Session, monkeypa
 
 
 def test_an_abandoned_session_returns_its_connection_to_the_pool(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of SQLAlchemy. Otherwise its locks would stay, and the pool would run out of connections."""
-
-    def creator() -> Connection:
-        connection = Connection(session._database._instance, session._database)
-        connection._session = session
-        return connection
-
     monkeypatch.setattr(Connection, "_release_session", lambda _: None)
     url = "spanner+spanner:///projects/project/instances/instance/databases/database"
-    engine = create_engine(url, creator=creator, _initialize=False)  # the dialect would ask a server
+    engine = create_engine(url, creator=lambda: connection, _initialize=False)  # the dialect would ask a server
 
     def abandon() -> None:
         orm = OrmSession(engine)

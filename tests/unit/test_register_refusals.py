@@ -33,6 +33,8 @@ NO_NAME = (
 )
 GOOG = "begins with 'goog', which Pub/Sub reserves"
 NO_UNICODE = "is not valid Unicode: surrogates not allowed at position 0"
+NO_INT64 = "is outside of int64, which is -2**63 to 2**63 - 1"
+NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 NO_ZONE = "2026-01-01 00:00:00 has no time zone; give one, such as datetime.now(UTC) + ..."
 RELEASED = memoryview(b"")
 RELEASED.release()
@@ -120,21 +122,15 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (BAD_TEXT, f"task_id {NO_UNICODE}"),
     ],
     "priority": [
-        (2**63, "priority is outside of int64, which is -2**63 to 2**63 - 1"),
-        (
-            -(10**5000),
-            "priority is outside of int64, which is -2**63 to 2**63 - 1",
-        ),  # of more digits than Python writes
+        (2**63, f"priority {NO_INT64}"),
+        (-(10**5000), f"priority {NO_INT64}"),  # of more digits than Python writes
         ("high", "priority is str. It must be an int"),
         (True, "priority is bool. It must be an int"),
     ],
     "available_at": [
         (NAIVE, f"available_at {NO_ZONE}"),
         (NOW.date(), "available_at is datetime.date. It must be an aware datetime"),
-        (
-            datetime(9999, 12, 31, tzinfo=UTC),
-            "available_at 9999-12-31 00:00:00+00:00 is not before 9999-12-31 00:00:00+00:00",
-        ),
+        (NEVER, f"available_at {NEVER} is not before {NEVER}"),
     ],
     "expires_at": [
         (NAIVE, f"expires_at {NO_ZONE}"),
