@@ -144,8 +144,9 @@ class Delivery:
 
         def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             nonlocal changes
-            decided = decide(rows, now)
-            changes = {**decided, **rules.release_changes(claim, rows, decided, now, self._policy)}
+            changes = decide(rows, now)
+            if claim.keys:
+                changes = {**changes, **rules.release_changes(claim, rows, changes, now, self._policy)}
             return changes
 
         committed = self._timing.claim(self._tools.store, claim, locked)

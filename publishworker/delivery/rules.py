@@ -201,7 +201,7 @@ def release_changes(
     """
     released: dict[str, RowChange] = {}
     keys = {task.ordering_key for task in claim.tasks} - {None}
-    for row in in_key_order(claim, rows) if keys else ():
+    for row in in_key_order(claim, rows):
         key, change = row.ordering_key, changes.get(row.id)
         if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(change, Published):
             continue
