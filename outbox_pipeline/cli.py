@@ -22,7 +22,7 @@ from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, Registe
 from outbox_pipeline.spark.session import is_submitted
 from publishworker.process import DONE, FAILED, WORK_LEFT
 from publishworker.process.worker_settings import RelaySettings, add_deadline
-from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics
+from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics, client
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "refused", "lost", "not_applied")
@@ -102,7 +102,6 @@ def _run(options: argparse.Namespace) -> int:
     session.check_packages()
 
     from outbox_pipeline.spark.stack_traces import spark_errors  # noqa: PLC0415 - see above
-    from publishworker.telemetry.clients import client  # noqa: PLC0415 - half a second, wasted if a flag is wrong
 
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():

@@ -282,22 +282,18 @@ def _log_view(person: str, trace: str, _period: float) -> None:
 
 def _check_origin(request: Request) -> None:
     """Raise Refused if another site's page may have sent the request, except for a navigation."""
-    host, site = request.headers["host"], request.headers.get("sec-fetch-site")
-    if site == "same-origin":
-        return
+    sent = request.headers
+    # `none`: the person typed the address. An old browser, or any without TLS, sends no such header.
+    site, advice = sent.get("sec-fetch-site"), _RELOAD
     if request.method in _SAFE:
-        # `none`: the person typed the address. An old browser, or any without TLS, sends no such header.
-        if site in (None, "none") or _is_navigation(request):
-            return
-        raise Refused(403, "The request does not come from a page of the console", "Open the page in a tab of its own.")
-    if site is not None or request.headers.get("origin") not in (f"http://{host}", f"https://{host}"):
-        raise Refused(403, "The request does not come from a page of the console", _RELOAD)
-
-
-def _is_navigation(request: Request) -> bool:
-    """Tell whether a browser opens the page in a tab, which it does not do to load it in advance."""
-    kind = (request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest"))
-    return kind == ("navigate", "document") and "prefetch" not in request.headers.get("sec-purpose", "")
+        # A browser opens the page in a tab, and does not load it in advance.
+        kind = sent.get("sec-fetch-mode"), sent.get("sec-fetch-dest")
+        is_navigation = kind == ("navigate", "document") and "prefetch" not in sent.get("sec-purpose", "")
+        is_own, advice = site in (None, "none") or is_navigation, "Open the page in a tab of its own."
+    else:
+        is_own = site is None and sent.get("origin") in (f"http://{sent['host']}", f"https://{sent['host']}")
+    if site != "same-origin" and not is_own:
+        raise Refused(403, "The request does not come from a page of the console", advice)
 
 
 def _path(request: Request, prefix: str) -> str:
@@ -311,14 +307,10 @@ def _decoded(query: QueryParams) -> QueryParams:
 
     A browser changes line breaks and NUL in the fields of a form, so values that may have them are encoded twice.
     """
-    pairs = query.multi_items()
-    return QueryParams(
-        [
-            pair
-            for name, value in pairs
-            for pair in (parse_qsl(value, keep_blank_values=True) if name == "exact" else [(name, value)])
-        ]
-    )
+    pairs: list[tuple[str, str]] = []
+    for name, value in query.multi_items():
+        pairs += parse_qsl(value, keep_blank_values=True) if name == "exact" else [(name, value)]
+    return QueryParams(pairs)
 
 
 async def _form(request: Request) -> QueryParams:

@@ -5,6 +5,7 @@ A plot is stretched to the width of the page, so paths have no text. One minute 
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,13 +109,13 @@ class Chart:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return the height and the text of each tick: round numbers from 0 to above the largest value."""
-        step, top = self._step, self._top
+        step, top = self._scale
         return [(round(100 - 100 * n * step / top, 1), self.text(n * step)) for n in range(round(top / step) + 1)]
 
     def paths(self) -> list[tuple[int, str]]:
         """Return the number of each series and its path, those that are drawn first at the beginning."""
-        draw = {"line": _line, "area": _area, "bars": _bars}[self.kind]
-        return [(number, draw(values, self._top)) for number, values in reversed([*enumerate(self._ends)])]
+        draw, (_, top) = {"line": _line, "area": _area, "bars": _bars}[self.kind], self._scale
+        return [(number, draw(values, top)) for number, values in reversed([*enumerate(self._ends)])]
 
     def rows(self) -> list[tuple[datetime, list[str]]]:
         """Return the values of each minute of a short range, and of each fifth one of an hour."""
@@ -134,20 +135,16 @@ class Chart:
         return ends
 
     @property
-    def _most(self) -> float:
-        return max((each for values in self._ends for each in values if each is not None), default=0)
-
-    @property
-    def _step(self) -> float:
-        least = self._most / 4
+    def _scale(self) -> tuple[float, float]:
+        """Return the step between two ticks, and the last tick."""
+        most = max((each for values in self._ends for each in values if each is not None), default=0)
+        least = most / 4
         if self.is_duration and least > 10:
-            return next((each for each in _DURATIONS if each >= least), math.ceil(least / 86_400) * 86_400)
-        size = 10 ** math.floor(math.log10(least)) if least > (0 if self.is_duration else 1) else 1
-        return next(size * each for each in _STEPS if size * each >= least)
-
-    @property
-    def _top(self) -> float:
-        return self._step * max(1, math.ceil(self._most / self._step))
+            step: float = next((each for each in _DURATIONS if each >= least), math.ceil(least / 86_400) * 86_400)
+        else:
+            size = 10 ** math.floor(math.log10(least)) if least > (0 if self.is_duration else 1) else 1
+            step = next(size * each for each in _STEPS if size * each >= least)
+        return step, step * max(1, math.ceil(most / step))
 
 
 def of_topic(frame: Frame, topic: str | None) -> list[Chart]:
@@ -221,13 +218,9 @@ def _duration(seconds: float) -> str:
 
 def _runs(values: Values, top: float) -> Iterator[list[tuple[int, str]]]:
     """Yield the points of each run of values without a gap."""
-    run: list[tuple[int, str]] = []
-    for at, value in enumerate([*values, None]):
-        if value is not None:
-            run.append((10 * at + 5, f"{100 - 100 * value / top:.3g}"))
-        elif run:
-            yield run
-            run = []
+    for is_gap, run in itertools.groupby(enumerate(values), key=lambda point: point[1] is None):
+        if not is_gap:
+            yield [(10 * at + 5, f"{100 - 100 * (value or 0) / top:.3g}") for at, value in run]
 
 
 def _line(values: Values, top: float) -> str:

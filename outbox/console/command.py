@@ -151,6 +151,7 @@ def _serve(application: Any, listener: socket.socket) -> None:
 
 def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
     need("uvicorn", "the console", "console")
+    from outbox.console.roles import RolesFile, parsed  # noqa: PLC0415 - optional
     from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
 
     identify: Any = None
@@ -158,16 +159,12 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
         identify = console.Iap(settings.iap_audience)
     elif settings.identity_header:
         identify = console.Header(settings.identity_header, settings.trusted_proxy)
-    roles = _roles(settings.roles) if settings.roles else None
+    roles: Any = None
+    if settings.roles:
+        read = partial(flags.read_text, settings.roles, "--roles: ")
+        roles = parsed(read()) if settings.roles == "-" else RolesFile(read)
     others: dict[str, Any] = {name: getattr(settings, name) for name in PASSED_ON}
     return console.app(open_database(database), identify=identify, roles=roles, **others)
-
-
-def _roles(path: str) -> Any:
-    from outbox.console.roles import RolesFile, parsed  # noqa: PLC0415 - optional
-
-    read = partial(flags.read_text, path, "--roles: ")
-    return parsed(read()) if path == "-" else RolesFile(path, read)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -11,7 +11,6 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import google.auth.exceptions
@@ -108,30 +107,19 @@ class RolesFile:
     Raises SettingError if the file is wrong at the start.
     """
 
-    def __init__(self, path: str, read: Callable[[], str]) -> None:
-        self._path, self._text = path, read
-        self._version: object = None
-        self._roles = self._read()
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read, self._text = read, read()
+        self._roles = parsed(self._text)
 
     def of(self, person: str) -> frozenset[Role]:
         """Return the roles of a person, with those that they include."""
         try:
-            if self._found() != self._version:
-                self._roles = self._read()
+            if (text := self._read()) != self._text:
+                self._text = text
+                self._roles = parsed(text)
         except (SettingError, OSError) as error:
             _log.warning("The roles are not read again, and the last ones stay valid: %s", error)
         return self._roles.of(person)
-
-    def _read(self) -> Roles:
-        self._version = self._found()  # before the read, so that a change during it is noticed
-        return parsed(self._text())
-
-    def _found(self) -> object:
-        try:
-            found = Path(self._path).stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _names(value: Any) -> tuple[str, ...]:

@@ -170,7 +170,7 @@ class Statements:
     def __init__(self, connection: Connection, execute: Execute | None = None) -> None:
         _check(connection)
         self._execute = execute or on_cursors(connection.cursor)
-        self._collected = Collected.of(connection)
+        self._collected: Collected = getattr(connection, "_outbox_collected", None) or Collected(connection)
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
         """Insert the tasks before the commit. Raises InvalidMessage."""
@@ -178,7 +178,7 @@ class Statements:
         for index, row in enumerate(rows):
             _check_size(row[data], f"tasks[{index}]: " if len(rows) > 1 else "")
         for row in rows:
-            self._collect(table, columns, row, row[:1])
+            self._collected.add(table, row[:1], dict(zip(columns, row, strict=True)), self._execute)
 
     def insert_once(self, table: str, columns: Sequence[str], row: Row, *, key: Row, tag: str) -> bool:
         """Insert a row before the commit, unless its key exists; return whether. Raises OperationalError."""
@@ -186,7 +186,7 @@ class Statements:
             _check_size(row[columns.index("Data")])
         if self._collected.has(table, key) or self._exists(table, columns[: len(key)], key):
             return False
-        self._collect(table, columns, row, key)
+        self._collected.add(table, key, dict(zip(columns, row, strict=True)), self._execute)
         return True
 
     def cancel(self, task_id: str) -> bool:
@@ -201,9 +201,6 @@ class Statements:
         if heads is not None:
             self._about(task_id, f"DELETE FROM {table} WHERE Id = @id")
         return heads is not None
-
-    def _collect(self, table: str, columns: Sequence[str], row: Row, key: Row) -> None:
-        self._collected.add(table, key, dict(zip(columns, row, strict=True)), self._execute)
 
     def _exists(self, table: str, columns: Sequence[str], key: Row) -> bool:
         """Tell whether a row exists, with an exclusive lock of its key."""
@@ -245,14 +242,7 @@ class Collected:
         self._execute: Execute
         self._commit, self._rollback = connection.commit, connection.rollback
         connection.commit, connection.rollback = self.commit, self.rollback
-
-    @classmethod
-    def of(cls, connection: Any) -> "Collected":
-        """Return the rows of a Connection."""
-        if not hasattr(connection, "_outbox_collected"):
-            connection._outbox_collected = cls(connection)
-        found: Collected = connection._outbox_collected
-        return found
+        connection._outbox_collected = self
 
     def add(self, table: str, key: Row, row: _Values, execute: Execute) -> None:
         """Collect a row. `execute` executes the INSERT."""
@@ -275,7 +265,10 @@ class Collected:
         collected, self._rows = self._rows, {}
         try:
             for table, keys_and_rows in collected.items():
-                self._insert(table, [row for _, row in keys_and_rows])
+                rows = [row for _, row in keys_and_rows]
+                for some in chunked(rows, _MAX_ROWS, STATEMENT_BYTES, lambda row: len(row.get("Data", ""))):
+                    with errors(table):
+                        self._execute(*_insert(table, some))
         except BaseException:
             with suppress(Exception):
                 self._rollback()
@@ -286,11 +279,6 @@ class Collected:
         """Forget the rows, and roll back."""
         self._rows.clear()
         self._rollback()
-
-    def _insert(self, table: str, rows: Sequence[_Values]) -> None:
-        for some in chunked(rows, _MAX_ROWS, STATEMENT_BYTES, lambda row: len(row.get("Data", ""))):
-            with errors(table):
-                self._execute(*_insert(table, some))
 
 
 def check_no_batch(connection: Any) -> None:

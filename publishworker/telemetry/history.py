@@ -3,12 +3,13 @@
 The worker's thread counts. The threads of the gauges add the backlog, if this worker reads it.
 """
 
+import contextlib
 import json
 import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
@@ -76,36 +77,32 @@ class History:
         number, failed = len(delivered.published()), Counter(each.reason for each in delivered.failed().values())
         step = max(1, len(delivered.latencies) // LATENCY_SAMPLES)
         latencies = Counter(_bound(each) for each in islice(delivered.latencies.values(), 0, None, step))
-        with self._lock:
-            self._advance()
-            for row in (self._rows[ALL], self._rows[delivered.claim.topic]):
+        with self._current() as rows:
+            for row in (rows[ALL], rows[delivered.claim.topic]):
                 row.published += number
                 row.failed += failed
                 row.latencies += latencies
 
     def add_backlog(self, pending: Mapping[str, int], unsent: Mapping[str, int | None]) -> None:
         """Note the numbers of tasks by topic. None is a number that is not known exactly."""
-        with self._lock:
-            self._advance()
+        with self._current() as rows:
             for topic in _largest({topic: pending.get(topic, 0) + (unsent[topic] or 0) for topic in unsent}):
-                self._rows[topic].pending, self._rows[topic].unsent = pending.get(topic, 0), unsent[topic]
+                rows[topic].pending, rows[topic].unsent = pending.get(topic, 0), unsent[topic]
             known = [number for number in unsent.values() if number is not None]
-            total = self._rows[ALL]
-            total.pending, total.unsent = sum(pending.values()), sum(known) if len(known) == len(unsent) else None
+            rows[ALL].pending = sum(pending.values())
+            rows[ALL].unsent = sum(known) if len(known) == len(unsent) else None
 
     def add_ages(self, ages: Mapping[str, float]) -> None:
         """Note the age of the oldest task of each topic that has one."""
-        with self._lock:
-            self._advance()
+        with self._current() as rows:
             for topic in _largest(ages):
-                self._rows[topic].oldest = _short(ages[topic])
-            self._rows[ALL].oldest = _short(max(ages.values(), default=0.0))
+                rows[topic].oldest = _short(ages[topic])
+            rows[ALL].oldest = _short(max(ages.values(), default=0.0))
 
     def add_utilization(self, utilization: float) -> None:
         """Note the part of the places that is taken now."""
-        with self._lock:
-            self._advance()
-            self._rows[ALL].utilization.append(utilization)
+        with self._current() as rows:
+            rows[ALL].utilization.append(utilization)
 
     def as_json(self, most: int) -> dict[str, Any]:
         """Return the series of all topics, and those of the largest ones that fit into `most` bytes of JSON.
@@ -113,9 +110,8 @@ class History:
         Each series ends with the current minute, which is `minute`, counted since 1970. Before its first value, a count
         is 0, and any other figure is unknown.
         """
-        with self._lock:
-            self._advance()
-            past = self._past | {self._minute: _figures(self._rows)}
+        with self._current() as current:
+            past = self._past | {self._minute: _figures(current)}
         weights: Counter[str] = Counter()
         for rows in past.values():
             weights.update({topic: _weight(row) for topic, row in rows.items() if topic is not ALL})
@@ -128,16 +124,17 @@ class History:
             found["topics"][topic] = series
         return found | {"topics_left_out": len(weights) - len(found["topics"])}
 
-    def _advance(self) -> None:
-        """At the beginning of a minute, keep the largest topics of the last one, and drop the oldest minute."""
-        minute = int(self._clock() // 60)
-        if minute == self._minute:
-            return
-        if self._rows:
-            self._past[self._minute] = _figures(self._rows)
-        self._past = {at: rows for at, rows in self._past.items() if minute - MINUTES < at < minute}
-        self._minute = minute
-        self._rows.clear()
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[dict[str | None, _Row]]:
+        """Yield the rows of this minute. First keep the largest topics of the last one, and drop the oldest minute."""
+        with self._lock:
+            if (minute := int(self._clock() // 60)) != self._minute:
+                if self._rows:
+                    self._past[self._minute] = _figures(self._rows)
+                self._past = {at: rows for at, rows in self._past.items() if minute - MINUTES < at < minute}
+                self._minute = minute
+                self._rows.clear()
+            yield self._rows
 
 
 def _figures(rows: Mapping[str | None, _Row]) -> dict[str | None, _Figures]:

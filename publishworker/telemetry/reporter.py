@@ -90,35 +90,32 @@ class Reporter:
             self.report_circuit(change)
 
     def report_later(self, report: Unmarked | Cancelled) -> None:
-        """Log what a batch reports while it marks again."""
-        if isinstance(report, Unmarked):
-            self._unmarked(report)
-        else:
+        """Log what a batch reports while it marks again: tasks that it cannot mark now, or no longer tries to mark."""
+        topic = report.claim.topic
+        if isinstance(report, Cancelled):
             self._count_work(Turn(cancelled=len(report.message_ids)))
-            self._log_cancelled(report.claim.topic, report.message_ids)
-
-    def _unmarked(self, unmarked: Unmarked) -> None:
-        """Log tasks that cannot be marked now, or that the batch has stopped trying to mark."""
-        topic, ids = unmarked.claim.topic, unmarked.claim.ids
-        if unmarked.given_up:
-            self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
-            if unmarked.state == "published":
-                # All IDs, and not throttled, for the same reason as in _unconfirmed: a task may be cancelled now.
-                log.warning(
-                    "%s of topic %s cannot be marked as sent: %s. The worker no longer tries, so they will be "
-                    "published again, unless they are cancelled. IDs: %s",
-                    _tasks(ids), topic, unmarked.error, ", ".join(ids), extra=_failed("given_up", topic),
-                )  # fmt: skip
+            self._log_cancelled(topic, report.message_ids)
             return
-        what = {"published": "published but not marked as sent", "marked": "marked as sent but not published"}
-        self._log_failed(
-            "refused",
-            topic,
-            f"The row of task {ids[0]} of topic {topic} cannot be changed: {unmarked.error}. The task is "
-            f"{what.get(unmarked.state, 'not published')}. The worker tries again after growing pauses. Repair or "
-            "delete the row",
-            task_id=ids[0],
-        )
+        ids = report.claim.ids
+        if not report.given_up:
+            what = {"published": "published but not marked as sent", "marked": "marked as sent but not published"}
+            self._log_failed(
+                "refused",
+                topic,
+                f"The row of task {ids[0]} of topic {topic} cannot be changed: {report.error}. The task is "
+                f"{what.get(report.state, 'not published')}. The worker tries again after growing pauses. Repair or "
+                "delete the row",
+                task_id=ids[0],
+            )
+        elif report.state == "marked":
+            self._unconfirmed(topic, ids)
+        elif report.state == "published":
+            # All IDs, and not throttled, for the same reason as in _unconfirmed: a task may be cancelled now.
+            log.warning(
+                "%s of topic %s cannot be marked as sent: %s. The worker no longer tries, so they will be "
+                "published again, unless they are cancelled. IDs: %s",
+                _tasks(ids), topic, report.error, ", ".join(ids), extra=_failed("given_up", topic),
+            )  # fmt: skip
 
     def report_circuit(self, change: CircuitChange) -> None:
         """Log that a circuit has opened or closed: at most one pair of lines a minute, even if the topic flaps."""
@@ -191,18 +188,14 @@ class Reporter:
         """Count all failures. Log recorded attempts as warnings, and the others at DEBUG."""
         topic, failed, recorded = delivered.claim.topic, delivered.failed(), delivered.recorded
         self._count(m.FAILED, topic, failed.values())
-        for id, failure in failed.items():
-            if id not in recorded:
-                fields = {"task_id": id, "topic": topic, "reason": failure.reason}
-                log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
-        self._recorded(topic, failed, recorded)
-
-    def _recorded(self, topic: str, failed: Mapping[str, Failed], recorded: Mapping[str, NotSent]) -> None:
-        """Log failed attempts, and count those after which the task is dead."""
         self._count(m.DEAD, topic, [failed[id] for id, attempt in recorded.items() if attempt.dead])
         same = defaultdict[tuple[object, ...], list[str]](list)
-        for id, attempt in recorded.items():
-            same[attempt.attempts, attempt.dead, attempt.error, failed[id].reason].append(id)
+        for id, failure in failed.items():
+            if attempt := recorded.get(id):
+                same[attempt.attempts, attempt.dead, attempt.error, failure.reason].append(id)
+                continue
+            fields = {"task_id": id, "topic": topic, "reason": failure.reason}
+            log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
         for ids in same.values():  # one error of a request is that of each of its tasks
             self._log_recorded(topic, failed[ids[0]].reason, {id: recorded[id] for id in ids})
 

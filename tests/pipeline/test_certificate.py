@@ -23,7 +23,7 @@ from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive.log import commit_name
 from outbox_pipeline.jobs.audit.attributes import sha256_of
 from outbox_pipeline.spark.files import Folder
-from publishworker.telemetry import clients
+from publishworker.telemetry import metrics
 from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
 from tests.support.operations import insert, row
 from tests.support.pipeline import remove, write_lines
@@ -51,7 +51,7 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(  # noqa: PLR
     monkeypatch: pytest.MonkeyPatch,
 ):
     client = mock.Mock()
-    monkeypatch.setattr(clients, "_datadog", lambda: client)
+    monkeypatch.setattr(metrics, "_datadog", lambda: client)
     first, second = (place.path(f"certificate-{day:%Y-%m-%d}.json") for day in DAYS[:2])
     assert cli.main(audit(target, place, DAYS[0], "one")) == 0
     assert capsys.readouterr().out.startswith("COMPLETE: 5 tasks delivered\n")

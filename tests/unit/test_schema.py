@@ -18,7 +18,7 @@ from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
 from outbox.table.ddl import POINTS_PER_NODE, Layout, by_layout, points
-from publishworker.process.plans import lines, problems
+from publishworker.process.verify import lines, problems
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()

@@ -34,8 +34,7 @@ from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.store import SpannerStore, any_to_send
 from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.clients import client
-from publishworker.telemetry.metrics import Client, Metric, Metrics
+from publishworker.telemetry.metrics import Client, Metric, Metrics, client
 
 #: What a worker counts, and the relay's metric for each count.
 _COUNTED = {
