@@ -70,7 +70,7 @@ test-long: $(STAMP) ## run long fault and load tests, an hour of random historie
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
 rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade from it under load and roll back
-	@$(PYTEST) --long tests/acceptance/test_release.py
+	@$(PYTEST) --long -m long_form tests/acceptance/test_release.py
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
 test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients and Spark; prints the rows of docs/reference/versions.md
@@ -143,7 +143,7 @@ dist: $(STAMP) ## build wheel, source distribution and SBOM, check them, run the
 	@$(call INSTALL,build/wheel/bin/python,pyproject.toml)
 	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps --no-index --find-links dist spanner-outbox
 	@build/release/bin/cyclonedx-py environment --output-reproducible --output-file build/spanner_outbox.cdx.json build/wheel/bin/python
-	@DIST=$(CURDIR)/dist SBOM=$(CURDIR)/build/spanner_outbox.cdx.json INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
+	@DIST=$(CURDIR)/dist SBOM=$(CURDIR)/build/spanner_outbox.cdx.json INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_release.py \
 	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
 
 release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog and pyproject.toml

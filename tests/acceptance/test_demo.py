@@ -8,8 +8,6 @@ import sys
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -21,12 +19,6 @@ EXAMPLES = ROOT / "docs" / "examples"
 #: Finds the example; without the emulators' variables it starts emulators of its own.
 ENVIRONMENT = {"PYTHONPATH": str(EXAMPLES)}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-
-
-@pytest.fixture
-def summary(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("orders.summary")
 
 
 def _numbers(output: str) -> dict[str, float]:
@@ -83,44 +75,25 @@ def test_an_invalid_number_is_refused(demo: str, tasks: str):
     )
 
 
-NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)
-GOOD = [("a", "1", 1), ("b", "2", 1), ("c", "3", 1)]
-UNEXPECTED = "tasks that were received although no transaction committed them: 1"
-
-
-def _run(summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str]) -> Any:
-    from orders.subscriber import Delivery
-
-    return summary.Run(
-        committed=dict.fromkeys("abc", NOON),
-        rolled_back={"x"},
-        marked={"a", "b", "c"},
-        deliveries=[Delivery(task, message, NOON + timedelta(seconds=after)) for task, message, after in arrivals],
-        orders=1,
-        refused=1,
-        faults=faults,
-    )
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "faults", "wrong"),
-    [
-        (GOOD, [], []),
-        (GOOD[:2], [], ["tasks that were committed and never received: 1"]),
-        ([*GOOD, ("x", "4", 1)], [], [UNEXPECTED]),
-        ([*GOOD, ("", "4", 1)], [], [UNEXPECTED]),
-        (GOOD, ["worker 1 stopped with exit code 1 instead of 0"], ["worker 1 stopped with exit code 1 instead of 0"]),
-    ],
-)
-def test_each_kind_of_fault_is_noticed(
-    summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str], wrong: list[str]
-):
-    """A lost task that is marked as sent, a rolled back one, one without an ID, one that was never registered."""
-    run = _run(summary, arrivals, faults)
-    numbers = summary.summarize(run)
-    assert summary.verdict(numbers, faults) == wrong
-    assert summary.exit_code(wrong) == bool(wrong)
-    assert "lost" in summary.text(numbers, run)
+def test_each_kind_of_fault_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """A lost task that is marked as sent, a rolled back one, one without an ID, and a fault of a process."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    summary, subscriber = (importlib.import_module(f"orders.{name}") for name in ("summary", "subscriber"))
+    noon = datetime(2024, 2, 29, 12, tzinfo=UTC)
+    unexpected = "tasks that were received although no transaction committed them: 1"
+    exited = "worker 1 stopped with exit code 1 instead of 0"
+    for received, faults, wrong in (
+        (["a", "b", "c"], [], []),
+        (["a", "b"], [], ["tasks that were committed and never received: 1"]),
+        (["a", "b", "c", "x"], [], [unexpected]),
+        (["a", "b", "c", ""], [], [unexpected]),
+        (["a", "b", "c"], [exited], [exited]),
+    ):
+        deliveries = [subscriber.Delivery(id, id, noon + timedelta(seconds=1)) for id in received]
+        run = summary.Run(dict.fromkeys("abc", noon), {"x"}, {*"abc"}, deliveries, orders=1, refused=1, faults=faults)
+        numbers = summary.summarize(run)
+        assert (summary.verdict(numbers, faults), summary.exit_code(wrong)) == (wrong, bool(wrong))
+        assert "lost" in summary.text(numbers, run)
 
 
 @pytest.mark.extended

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
-from outbox.errors import NotReached
+from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators
 from outbox.table.ddl import statements
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, run, started
@@ -45,17 +44,7 @@ def _answering(hosts: list[tuple[str, int]]) -> int:
     return answers
 
 
-@pytest.fixture
-def _installed() -> None:
-    try:
-        check_installed(SPANNER, PUBSUB)
-    except NotReached as error:
-        if os.environ.get("CI") and not os.environ.get(SPANNER.variable):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-
-
-@pytest.mark.usefixtures("_installed")
+@pytest.mark.usefixtures("installed")
 class TestWhereTheyAreInstalled:
     """These start emulators of their own, so those that a variable names are not enough."""
 

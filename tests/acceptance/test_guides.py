@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
-from outbox.errors import NotReached
+from outbox.devtools.emulators import Emulators
 from outbox.table import ddl, schema
 from tests.support.processes import ROOT, run, started
 from tests.support.spanner import ADMIN_SECONDS, client, instance, query
@@ -39,11 +38,8 @@ def test_the_page_has_the_error_of_a_terminal_without_variables() -> None:
 
 @pytest.mark.extended
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("installed")
 def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
-    try:
-        check_installed(SPANNER, PUBSUB)
-    except NotReached as error:  # emulators that a variable names are not enough
-        pytest.skip(str(error))
     for text in re.findall(r"^```(?:python|sql|ini)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", text)[0]).write_text(text)
     environment = {"PYTHONPATH": str(ROOT), "SPANNER_DISABLE_BUILTIN_METRICS": "true"}

@@ -87,40 +87,25 @@ def test_drain_ends_at_an_invalid_route(
     assert account(ids, subscription) == EACH_ONCE
 
 
-def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database) -> None:
-    """A task that cannot be sent: exit 4, and the count of remaining tasks."""
+@pytest.mark.parametrize("end", ["deadline", "SIGTERM", pytest.param("outage", marks=pytest.mark.extended)])
+def test_a_drain_that_leaves_tasks_is_no_success(emulators: Emulators, database: Database, end: str) -> None:
+    """A job that runs it must not count as done: exit 4 with the remaining tasks, or 3 if Spanner is unavailable."""
     register(database, "missing-topic", 1)
-    with worker(emulators, database, "--deadline", "1", command="drain") as process:
-        assert process.wait(30) == 4
-        # Retrying if a probe was recorded within the second.
-        assert re.search(r"^1 (pending|retrying) in topic missing-topic$", process.stdout, re.MULTILINE)
-        assert "not drained" in process.stdout
-        assert (
-            f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic missing-" in process.stderr
-        )
-
-
-def test_a_stopped_drain_is_no_success(emulators: Emulators, database: Database) -> None:
-    """SIGTERM with work left is exit 4: a job that runs it must not count as done."""
-    register(database, "missing-topic", 1)
-    with worker(emulators, database, command="drain") as process:
-        process.wait_for_text('"outcome": "retrying"')
-        process.stop()
-        assert process.wait(30) == 4
-        assert "not drained" in process.stdout
-
-
-@pytest.mark.extended
-def test_a_drain_keeps_its_deadline_while_spanner_is_unavailable(emulators: Emulators, database: Database) -> None:
-    """It neither hangs nor claims success: exit 3."""
-    with Proxy(emulators.spanner_host) as proxy:
-        register(database, "missing-topic", 1)
-        environment = {"SPANNER_EMULATOR_HOST": proxy.address}
-        with worker(emulators, database, "--deadline", "4", command="drain", **environment) as process:
+    flags = [] if end == "SIGTERM" else ["--deadline", "1" if end == "deadline" else "4"]
+    with (
+        Proxy(emulators.spanner_host) as proxy,
+        worker(emulators, database, *flags, command="drain", SPANNER_EMULATOR_HOST=proxy.address) as process,
+    ):
+        if end != "deadline":
             process.wait_for_text('"outcome": "retrying"')
-            proxy.refuse()
-            assert process.wait(30) == 3
-            assert "Traceback" not in process.stderr
+            process.stop() if end == "SIGTERM" else proxy.refuse()
+        assert process.wait(30) == (3 if end == "outage" else 4)
+        create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic missing-topic"
+        assert (create in process.stderr, "Traceback" in process.stderr) == (True, False)
+        if end != "outage":
+            # Retrying if a probe was recorded before the end.
+            left = r"1 (pending|retrying) in topic missing-topic\nnot drained.*\n"
+            assert re.fullmatch(left, process.stdout)
 
 
 def test_a_bad_task_delays_no_other(

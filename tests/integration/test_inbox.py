@@ -4,16 +4,13 @@ import base64
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted, NotFound, ServiceUnavailable
-from google.cloud.pubsub_v1 import SubscriberClient
-from google.cloud.pubsub_v1.subscriber.futures import StreamingPullFuture
-from google.cloud.pubsub_v1.types import FlowControl
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
@@ -25,7 +22,7 @@ import outbox
 from outbox import inbox
 from outbox.table import ddl
 from tests.support.drivers import STACKS, DbApi, aborting
-from tests.support.pubsub import PubSub
+from tests.support.pubsub import PubSub, pulling
 from tests.support.spanner import fresh_database, query, record_requests
 from tests.support.waiting import eventually
 
@@ -92,18 +89,6 @@ def outcomes(set_metrics: Any) -> list[str]:
     return counted
 
 
-@contextlib.contextmanager
-def pulling(subscription: str, callback: Callable[[Any], None]) -> Iterator[StreamingPullFuture]:
-    with SubscriberClient() as subscriber:
-        future = subscriber.subscribe(subscription, callback, flow_control=FlowControl(max_messages=100))
-        try:
-            yield future
-        finally:
-            future.cancel()
-            with contextlib.suppress(Exception):
-                future.result(10)
-
-
 def test_concurrent_deliveries_have_one_effect(bank: Database, account: str) -> None:
     """Among them a handler that outlives its acknowledgement deadline: its message is delivered again meanwhile."""
     receive = inbox.Handler(bank, consumer="billing", **FAST)(pays(account))
@@ -142,12 +127,6 @@ def test_a_failure_rolls_back_and_leaves_no_lock(bank: Database, account: str) -
     assert receive.process(message(id)) is True
     assert cents(bank, account) == 1
     assert not errors
-
-
-def test_a_missing_table_is_named(empty_database: Database) -> None:
-    receive = inbox.Handler(empty_database, consumer="billing")(lambda *_: None)
-    with pytest.raises(outbox.OutboxError, match="table ProcessedTasks is missing"):
-        receive(message(task()))
 
 
 def test_a_thread_recovers_from_a_session_that_was_refused(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -21,15 +22,16 @@ from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operatio
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.base.values import shown
-from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.table.ddl import OPERATIONS, Layout
 from outbox.table.states import CANCELLED, NEVER
 from tests.support.commands import Commands
+from tests.support.console import SAME, console
 from tests.support.fakes import serialized
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, changed, insert, opened, row, rows_of, update
 from tests.support.pubsub import PubSub, Subscription
+from tests.support.waiting import eventually
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic\nmore"}
 JANE, JOHN = Author("jane@example.com", "the topic exists now"), Author("john@example.com", "wait for the fix")
@@ -158,28 +160,38 @@ def test_processes_that_continue_one_operation_share_its_chunks_once(
     assert sorted(ids(to)) == (NAMES if name == "resend" else [])
 
 
-def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable, emulators: Emulators):
-    """And stays stopped."""
-    ids = tuple(map(str, range(RECORDED_IDS + 1)))
+#: Columns of a record that nobody can continue, and why.
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "other layout": ({"Position": '{"column": "Shard32", "shard": 3, "after": "x"}'}, "number of shards was changed"),
+    "no JSON": ({"Position": "no JSON"}, "the row of the operation is malformed"),
+    "no object": ({"Position": "[]"}, "the row of the operation is malformed"),
+    "no shard": ({"Position": '{"column": "Shard", "shard": "x"}'}, "the row of the operation is malformed"),
+    "no count": ({"Tasks": None}, "the row of the operation is malformed"),
+}
+
+
+def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable, outbox: Commands):
+    """By function, command and page. It stays stopped."""
+    ids, jane = tuple(map(str, range(RECORDED_IDS + 1))), console(database)
     begin(table, TaskSelection(ids=ids), id="too many")
-    begin(table, TaskSelection(state="dead"), id="other layout")
-    with database.batch() as batch:
-        rows = [("other layout", '{"column": "Shard32", "shard": 3, "after": "x"}')]
-        batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), rows)
+    for id, (columns, _) in BROKEN.items():
+        begin(table, TaskSelection(state="dead"), id=id)
+        with database.batch() as batch:
+            batch.update("AsynchronousTaskOperations", ("OperationId", *columns), [(id, *columns.values())])
     for id in ("too many", "other layout"):
         operations.stop(table, id, JOHN)
     stop = operations.latest(table, 1)[0]
     assert (stop.operation, stop.selection) == ("stop", '{"operation": "other layout"}')
-    for id, reason in (
-        ("too many", "operation too many cannot be continued: its record does not contain the whole selection"),
-        ("other layout", "number of shards was changed"),
-        (stop.id, "is not a retry, resend, purge, cancel or restore"),
-        ("gone", "does not exist"),
-    ):
+    for id, reason in {
+        "too many": "operation too many cannot be continued: its record does not contain the whole selection",
+        stop.id: "is not a retry, resend, purge, cancel or restore",
+        "gone": "does not exist",
+        **{id: why for id, (_, why) in BROKEN.items()},
+    }.items():
         with pytest.raises(OutboxError, match=reason):
             list(changes.resume(table, id))
         for flags in ([], ["--dry-run"]):
-            refused = Commands(emulators, database).here("operations", "continue", id, *flags)
+            refused = outbox.here("operations", "continue", id, *flags)
             assert (refused.code, refused.stdout) == (1, "")
             assert re.search(reason, refused.stderr)
     for id in ("too many", "other layout"):
@@ -187,6 +199,11 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
     for change, id in itertools.product((operations.stop, operations.proceed), (stop.id, "gone")):
         with pytest.raises(NotContinued, match="is finished, or does not exist"):
             change(table, id, JOHN)
+    for id, (_, why) in BROKEN.items():
+        answer = jane.post(f"/operation/continue-retry?id={id}", headers=SAME).text
+        shown = functools.partial(jane.get, f"/operation?id={id}")
+        assert eventually(lambda why=why, page=answer, shown=shown: why in page + shown().text)  # by the first chunk
+        assert eventually(lambda shown=shown: "Continue here" in shown().text)
 
 
 def recorded(table: TaskTable) -> list[Operation]:

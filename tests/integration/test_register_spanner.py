@@ -193,34 +193,25 @@ async def once_async(transaction: Any, task_id: str = "t") -> bool:
     return await aio.register_once(transaction, "orders", b"data", {"a": "b"}, task_id=task_id)
 
 
-def test_register_once_of_aio_registers_in_the_first_transaction_only(
-    run_async: Callable[..., Any], database: Database
-) -> None:
-    async def work(asynchronous: Any) -> list[bool]:
-        return [await asynchronous.run_in_transaction(once_async) for _ in range(2)]
-
-    assert run_async(work) == [True, False]
-    [task] = assert_registered(database, topic="orders", attributes={"a": "b"})
-    assert (task.id, task.message.data) == ("t", b"data")
-
-
 def test_register_and_register_many_work_as_they_are(run_async: Callable[..., Any], database: Database) -> None:
-    """In a transaction and in a batch; and `register_once` knows what the same transaction has registered."""
+    """In a transaction and in a batch. `register_once` knows what this transaction and others have registered."""
 
     async def in_transaction(transaction: Any) -> list[bool]:
         outbox.register(transaction, "orders", b"", task_id="single")
         outbox.register_many(transaction, [outbox.Task("orders", b"", task_id="many")])
-        return [await once_async(transaction, id) for id in ("single", "many", "new", "new")]
+        return [await once_async(transaction, id) for id in ("single", "many", "new", "new", "before")]
 
     async def work(asynchronous: Any) -> Any:
         async with asynchronous.batch() as batch:
             outbox.register(batch, "orders", b"", task_id="batch")
         with pytest.raises(outbox.InvalidTransaction, match="was committed or rolled back before"):
             outbox.register(batch, "orders", b"")
+        assert await asynchronous.run_in_transaction(once_async, "before")
         return await asynchronous.run_in_transaction(in_transaction)
 
-    assert run_async(work) == [False, False, True, False]
-    assert {task.id for task in assert_registered(database, times=4)} == {"batch", "single", "many", "new"}
+    assert run_async(work) == [False, False, True, False, False]
+    assert {task.id for task in assert_registered(database, times=5)} == {"batch", "single", "many", "new", "before"}
+    assert {task.message.data for task in assert_registered(database, times=2, attributes={"a": "b"})} == {b"data"}
 
 
 def test_one_of_two_concurrent_calls_registers(run_async: Callable[..., Any], database: Database) -> None:

@@ -1,23 +1,18 @@
 """The relay in this process on the real emulators: polls, publishes, marks, traces, and hosted by applications."""
 
 import base64
-import contextlib
-import queue
 import re
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 
 import pytest
-from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.subscriber.message import Message
-from google.cloud.pubsub_v1.types import SubscriberOptions
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
 from opentelemetry import trace
@@ -44,9 +39,9 @@ from tests.support.fakes import Counted, FakePublisher
 from tests.support.operations import FUTURE, OF_STATES, PAST, insert, row
 from tests.support.parts import poll_request, relay_of
 from tests.support.processes import ROOT
-from tests.support.pubsub import PubSub, Subscription
+from tests.support.pubsub import PubSub, Subscription, pulling
 from tests.support.relays import EACH_ONCE, account, execute, register, unsent
-from tests.support.spanner import INSTANCE, PROJECT, place, query
+from tests.support.spanner import PROJECT, place, query, variables
 from tests.support.store_harness import SpannerHarness
 from tests.support.waiting import eventually
 
@@ -307,15 +302,13 @@ def test_each_layout_has_all_tasks(own_database: Database) -> None:
         assert any_to_send(harness.store, [shard for layout in layouts for shard in layout.ids])
 
 
-def place_order(database: Database, topic: str) -> ReadableSpan:
-    with trace.get_tracer("shop").start_as_current_span("place order") as span:
-        database.run_in_transaction(lambda transaction: outbox.register(transaction, topic, b"order-1"))
-    assert isinstance(span, ReadableSpan)
-    return span
+def span_of(spans: InMemorySpanExporter, end: str) -> ReadableSpan:
+    """Return the first span whose name ends like this, when it is exported."""
 
+    def found() -> ReadableSpan | None:
+        return next((each for each in spans.get_finished_spans() if each.name.endswith(end)), None)
 
-def only(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
-    return eventually(lambda: next((each for each in spans.get_finished_spans() if each.name == name), None))
+    return eventually(found, seconds=30, message=f"a span {end}")
 
 
 def is_within(context: trace.SpanContext | None, span: ReadableSpan, spans: InMemorySpanExporter) -> bool:
@@ -326,39 +319,26 @@ def is_within(context: trace.SpanContext | None, span: ReadableSpan, spans: InMe
     return context is not None
 
 
-@pytest.fixture
-def received(subscription: Subscription) -> Iterator["queue.Queue[Message]"]:
-    messages: queue.Queue[Message] = queue.Queue()
-    client = SubscriberClient(subscriber_options=SubscriberOptions(enable_open_telemetry_tracing=True))
-
-    def take(message: Message) -> None:
-        message.ack()
-        messages.put(message)
-
-    pulling = client.subscribe(subscription.name, take)
-    yield messages
-    pulling.cancel()
-    with contextlib.suppress(CancelledError, TimeoutError):
-        pulling.result(timeout=30)
-    client.close()
-
-
 def test_one_trace_leads_from_the_transaction_to_googles_subscriber(
-    database: Database, topic: str, received: "queue.Queue[Message]", spans: InMemorySpanExporter
+    database: Database, subscription: Subscription, spans: InMemorySpanExporter
 ) -> None:
     """Its span is a child of the application's; the relay's own span is linked to it."""
-    order = place_order(database, topic)
-    turn_until_all_sent(make_relay(database), database)
-    message = received.get(timeout=30)
+    received: list[Message] = []
+
+    def receive(message: Message) -> None:
+        received.append(message)
+        message.ack()
+
+    with pulling(subscription.name, receive, enable_open_telemetry_tracing=True):
+        with trace.get_tracer("shop").start_as_current_span("place order") as order:
+            database.run_in_transaction(lambda each: outbox.register(each, subscription.topic, b"order-1"))
+        turn_until_all_sent(make_relay(database), database)
+        subscribe = span_of(spans, " subscribe")
     # By this attribute any other subscriber can continue the trace, too.
-    assert message.attributes["googclient_traceparent"].split("-")[1] == f"{order.context.trace_id:032x}"
-    subscribe = eventually(
-        lambda: next((each for each in spans.get_finished_spans() if each.name.endswith(" subscribe")), None),
-        seconds=30,
-    )
-    assert subscribe.context.trace_id == order.context.trace_id
+    trace_id = received[0].attributes["googclient_traceparent"].split("-")[1]
+    assert trace_id == f"{order.context.trace_id:032x}" == f"{subscribe.context.trace_id:032x}"
     assert is_within(subscribe.parent, order, spans)
-    sent = only(spans, f"send {topic.rpartition('/')[2]}")
+    sent = span_of(spans, f"send {subscription.topic.rpartition('/')[2]}")
     [link] = sent.links
     assert is_within(link.context, order, spans)
     assert sent.context.trace_id != order.context.trace_id
@@ -369,9 +349,7 @@ PAGE = ROOT / "docs/operations/worker.md"
 
 @pytest.fixture
 def _environment(emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"PROJECT": PROJECT, "INSTANCE": INSTANCE, "DATABASE": database.database_id, "POLL_INTERVAL": "30"}
-    variables = {f"OUTBOX_{name}": value for name, value in place.items()}
-    for name, value in (variables | emulators.environment()).items():
+    for name, value in (variables(database.database_id, emulators) | {"OUTBOX_POLL_INTERVAL": "30"}).items():
         monkeypatch.setenv(name, value)
 
 

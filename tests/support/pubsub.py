@@ -1,9 +1,11 @@
 """Topics and pull subscriptions on a Pub/Sub emulator, by the generated clients: no threads, no batching."""
 
+import contextlib
 import dataclasses
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grpc
 from google.pubsub_v1 import PublisherClient, SubscriberClient
@@ -99,6 +101,22 @@ class PubSub:
     def publish(self, topic: str, *data: bytes) -> list[str]:
         messages = [PubsubMessage(data=each) for each in data]
         return list(self.publisher.publish(topic=topic, messages=messages, timeout=CALL_SECONDS).message_ids)
+
+
+@contextlib.contextmanager
+def pulling(subscription: str, callback: Callable[[Any], None], **options: Any) -> Iterator[None]:
+    """Have Google's subscriber call a function with each message until the end of the block."""
+    from google.cloud import pubsub_v1
+
+    types = pubsub_v1.types
+    with pubsub_v1.SubscriberClient(subscriber_options=types.SubscriberOptions(**options)) as subscriber:
+        future = subscriber.subscribe(subscription, callback, flow_control=types.FlowControl(max_messages=100))
+        try:
+            yield
+        finally:
+            future.cancel()
+            with contextlib.suppress(Exception):
+                future.result(10)
 
 
 def _random(kind: str) -> str:
