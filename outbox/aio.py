@@ -19,19 +19,10 @@ from outbox.base.values import class_name
 from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
 from outbox.observing import count_registered
-from outbox.registration import CANCEL_OPTIONS, COLUMNS, TABLE, Options, Task, check_not_registered, delete, task_row
+from outbox.registration import CANCEL_TAG, COLUMNS, TABLE, Options, Task, check_not_registered, delete, task_row
+from outbox.table import transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transactions import (
-    IN_TRANSACTION_SECONDS,
-    PrimaryKey,
-    SupportsDelete,
-    SupportsInsert,
-    changes,
-    check_open,
-    insert,
-    retry_and_timeout,
-)
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
 __all__ = ["AsyncTransaction", "Transaction", "cancel", "process_once", "register_once", "run_in_transaction"]
@@ -42,7 +33,7 @@ T = TypeVar("T")
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
 
 
-class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
+class AsyncTransaction(transactions.SupportsInsert, transactions.SupportsDelete, Protocol):
     """Reads, runs queries and accepts mutations: the transaction of an `AsyncClient`."""
 
     async def read(
@@ -116,18 +107,19 @@ async def _insert_once(
     columns: tuple[str, ...],
     row: tuple[Any, ...],
     *,
-    key: PrimaryKey,
+    key: transactions.PrimaryKey,
     tag: str,
 ) -> bool:
-    keys, tags = KeySet(keys=[list(key)]), {"request_tag": tag}
-    rows = await transaction.read(table, columns[: len(key)], keys, request_options=tags, **_limits())
+    inserted, deleted = transactions.changes(transaction)
+    keys, options = KeySet(keys=[list(key)]), transactions.request(tag, AsyncRetry)
+    rows = await transaction.read(table, columns[: len(key)], keys, **options)
     # To the end, as in outbox.register_once.
-    exists = [each async for each in rows] and not (table == TABLE and key[0] in changes(transaction).deleted)
+    exists = [each async for each in rows] and not (table == TABLE and key[0] in deleted)
     # After the read, because another coroutine may have inserted the row in the meantime.
-    if exists or key in changes(transaction).inserted:
+    if exists or key in inserted:
         return False
-    insert(transaction, table, columns, [row])
-    changes(transaction).inserted.add(key)
+    transactions.insert(transaction, table, columns, [row])
+    inserted.add(key)
     return True
 
 
@@ -192,30 +184,26 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
         RetryError, DeadlineExceeded: see `outbox.cancel`.
     """
     _check(transaction, "cancel")
+    check_task_id(task_id)
+    inserted, deleted = transactions.changes(transaction)
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
-        rows = await transaction.execute_sql(sql, **parameters(values), **CANCEL_OPTIONS, **_limits())
-        return [row async for row in rows]
+        options = transactions.request(CANCEL_TAG, AsyncRetry)
+        return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 
-    check_task_id(task_id)
     # Two calls that read before either deletes would both release no task of their common key.
     async with _cancelling.setdefault(transaction, asyncio.Lock()):
         [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=task_id)
         # After the read, because another coroutine may have registered the task in the meantime.
-        check_not_registered(task_id, changes(transaction).inserted)
-        if not is_unsent or task_id in changes(transaction).deleted:
+        check_not_registered(task_id, inserted)
+        if not is_unsent or task_id in deleted:
             return False
         heads: list[Sequence[Any]] = []
         if ordering_key is not None:
             layout = Layout.usable(await query(LAYOUTS))
-            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*changes(transaction).deleted, task_id])
+            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*deleted, task_id])
         delete(transaction, task_id, [id for (id,) in heads])
         return True
-
-
-def _limits() -> dict[str, Any]:
-    """Return the time limits of one request."""
-    return retry_and_timeout(IN_TRANSACTION_SECONDS, AsyncRetry)
 
 
 def _check(transaction: object, function: str) -> None:
@@ -224,4 +212,4 @@ def _check(transaction: object, function: str) -> None:
             f"transaction is {class_name(transaction)}. It must be the transaction of a Spanner AsyncClient. With "
             f"that of a Client use outbox.{function}"
         )
-    check_open(transaction, function)
+    transactions.check_open(transaction, function)

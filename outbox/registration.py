@@ -18,22 +18,10 @@ from outbox import message as messages
 from outbox.base.values import class_name, in_utc
 from outbox.errors import InvalidMessage, InvalidTransaction
 from outbox.observing import count_registered
+from outbox.table import transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.states import NEVER
-from outbox.table.transactions import (
-    IN_TRANSACTION_SECONDS,
-    PrimaryKey,
-    SupportsCancel,
-    SupportsDelete,
-    SupportsInsert,
-    SupportsReadInsert,
-    changes,
-    check_transaction,
-    insert,
-    insert_once,
-    retry_and_timeout,
-)
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults (SentAt is NULL) or are generated (Shard from the
@@ -47,8 +35,8 @@ _OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "Exp
 #: A UUID stores its variant in one hexadecimal digit. Maps a random digit to a valid one.
 _VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
-#: The options of the requests of a cancel, except for retries and timeouts.
-CANCEL_OPTIONS = {"request_options": {"request_tag": "outbox-cancel"}}
+#: The tag of the requests of a cancel.
+CANCEL_TAG = "outbox-cancel"
 #: Runs a statement with its parameters, and returns the rows.
 Query = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
 
@@ -91,7 +79,7 @@ class Task:
 
 
 def register(
-    transaction: SupportsInsert,
+    transaction: transactions.SupportsInsert,
     topic: str,
     message: messages.Message,
     attributes: Mapping[str, str] | None = None,
@@ -129,22 +117,22 @@ def register(
             would drop the insert after an abort.
         TypeError: `transaction` or `message` is not one of the types above.
     """
-    check_transaction(transaction, "register")
+    transactions.check_transaction(transaction, "register")
     task = Task(
         topic, message, attributes, priority=priority, ordering_key=ordering_key, available_at=available_at,
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
     # Adds one insert to the transaction of the caller, and so keeps OUT-LOSS-1 of docs/guarantees.md.
-    insert(transaction, TABLE, *_without_defaults([row]))
+    transactions.insert(transaction, TABLE, *_without_defaults([row]))
     id: str = row[0]
-    changes(transaction).inserted.add((id,))
+    transactions.changes(transaction).inserted.add((id,))
     count_registered(row[1])
     return id
 
 
 def register_once(
-    transaction: SupportsReadInsert,
+    transaction: transactions.SupportsReadInsert,
     topic: str,
     message: messages.Message,
     attributes: Mapping[str, str] | None = None,
@@ -172,9 +160,9 @@ def register_once(
         RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
-    check_transaction(transaction, "register_once", reads=True)
+    transactions.check_transaction(transaction, "register_once", reads=True)
     task = Task(topic, message, attributes, task_id=task_id, **options)
-    return register_with(partial(insert_once, transaction), task)
+    return register_with(partial(transactions.insert_once, transaction), task)
 
 
 def register_with(insert: Callable[..., bool], task: Task) -> bool:
@@ -187,7 +175,7 @@ def register_with(insert: Callable[..., bool], task: Task) -> bool:
     return is_new
 
 
-def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[str]:
+def register_many(transaction: transactions.SupportsInsert, tasks: Collection[Task]) -> list[str]:
     """Add all tasks to `transaction` in one insert and return their IDs in the same order.
 
     Does what `register` does for each task, in less CPU time. If a task is refused, none is added.
@@ -206,18 +194,18 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
         TypeError: like `register`, or `tasks` is no collection. If a task or its message has a wrong type, the text
             begins with the index of the task.
     """
-    check_transaction(transaction, "register_many")
+    transactions.check_transaction(transaction, "register_many")
     rows = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
-    insert(transaction, TABLE, *_without_defaults(rows))
-    changes(transaction).inserted.update(row[:1] for row in rows)
+    transactions.insert(transaction, TABLE, *_without_defaults(rows))
+    transactions.changes(transaction).inserted.update(row[:1] for row in rows)
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
     return [row[0] for row in rows]
 
 
-def cancel(transaction: SupportsCancel, task_id: str) -> bool:
+def cancel(transaction: transactions.SupportsCancel, task_id: str) -> bool:
     """Delete an unsent task in `transaction`. Return False if it is sent or does not exist.
 
     The task may be in any unsent state: pending, retrying, scheduled, blocked or dead. If the transaction commits,
@@ -246,21 +234,20 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
         RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
-    check_transaction(transaction, "cancel", reads=True)
-    check_not_registered(messages.check_task_id(task_id), changes(transaction).inserted)
+    transactions.check_transaction(transaction, "cancel", reads=True)
+    check_not_registered(messages.check_task_id(task_id), transactions.changes(transaction).inserted)
 
     def query(sql: str, values: Mapping[str, Any]) -> list[Sequence[Any]]:
         # Read to the end, because until then the client blocks the next statement of the transaction.
-        options = {**CANCEL_OPTIONS, **retry_and_timeout(IN_TRANSACTION_SECONDS)}
-        return list(transaction.execute_sql(sql, **parameters(values), **options))
+        return list(transaction.execute_sql(sql, **parameters(values), **transactions.request(CANCEL_TAG)))
 
-    heads = next_heads(query, task_id, changes(transaction).deleted)
+    heads = next_heads(query, task_id, transactions.changes(transaction).deleted)
     if heads is not None:
         delete(transaction, task_id, heads)
     return heads is not None
 
 
-def check_not_registered(task_id: str, inserted: Collection[PrimaryKey]) -> None:
+def check_not_registered(task_id: str, inserted: Collection[transactions.PrimaryKey]) -> None:
     """Raise InvalidTransaction if the transaction has inserted the task: its reads do not return it."""
     if (task_id,) in inserted:
         raise InvalidTransaction(
@@ -283,12 +270,12 @@ def next_heads(query: Query, task_id: str, deleted_before: Collection[str] = ())
     return [id for (id,) in query(layout.sql(NEXT_OF_KEYS), {"ids": [*deleted_before, task_id]})]
 
 
-def delete(transaction: SupportsDelete, task_id: str, heads: Iterable[str]) -> None:
+def delete(transaction: transactions.SupportsDelete, task_id: str, heads: Iterable[str]) -> None:
     """Buffer the release of `heads`, and the deletion of a task."""
     if rows := [(id, None, None) for id in heads]:
         transaction.update(TABLE, ("Id", *RELEASED), rows)
     transaction.delete(TABLE, KeySet(keys=[[task_id]]))
-    changes(transaction).deleted.add(task_id)
+    transactions.changes(transaction).deleted.add(task_id)
 
 
 def task_row(task: Task) -> tuple[Any, ...]:

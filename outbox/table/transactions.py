@@ -78,9 +78,15 @@ def retry_and_timeout(seconds: float, kind: type[Retry] | type[AsyncRetry] = Ret
     return {"retry": retry, "timeout": seconds}
 
 
-#: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
-#: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
+#: Max seconds for a read in the transaction of an application, including the wait for another transaction's lock.
+#: Without a limit of our own, the client repeats the read without a pause while Spanner is unavailable.
 IN_TRANSACTION_SECONDS = 30.0
+
+
+def request(tag: str, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
+    """Return the options of a read or a query in the transaction of an application."""
+    return {"request_options": {"request_tag": tag}, **retry_and_timeout(IN_TRANSACTION_SECONDS, kind)}
+
 
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
@@ -240,15 +246,13 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
 def existing(
     transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[PrimaryKey], *, tag: str
 ) -> set[PrimaryKey]:
-    """Return the keys that the table has.
-
-    The read locks the keys for the transaction.
+    """Return the keys that the table has, and lock all of `keys` for the transaction.
 
     Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS.
     """
-    options = {"request_options": {"request_tag": tag}, **retry_and_timeout(IN_TRANSACTION_SECONDS)}
+    rows = transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **request(tag))
     # Read to the end, because until then the client blocks the next statement of the transaction.
-    return {tuple(row) for row in transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **options)}
+    return {tuple(row) for row in rows}
 
 
 def insert_once(

@@ -26,6 +26,7 @@ from outbox import aio
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
+from outbox.table import transactions
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.drivers import aborting
 from tests.support.processes import ROOT
@@ -228,7 +229,7 @@ def test_an_outage_ends_a_call(
     run_async: Callable[..., Any], emulators: Emulators, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
 ) -> None:
     """The client itself would repeat the request for ever, without a pause."""
-    monkeypatch.setattr(aio, "IN_TRANSACTION_SECONDS", 1.0)
+    monkeypatch.setattr(transactions, "IN_TRANSACTION_SECONDS", 1.0)
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
 
