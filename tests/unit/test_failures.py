@@ -187,6 +187,22 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
     assert rows["c"].last_error is None
 
 
+def test_an_outage_defers_nothing(bench: Bench) -> None:
+    bench.line("c", "b", "a")
+    bench.publisher.down = {TOPIC: AWAY}
+    bench.turns()
+    bench.publisher.requests.clear()
+    for _ in range(4):
+        bench.wait(10)
+        bench.turns()
+    assert bench.publisher.requests == [["c"]] * 4
+    assert {(row.available_at, row.attempts, row.last_error) for row in bench.store.rows.values()} == {(None, 0, None)}
+    assert bench.count(m.DEFERRED) == 0
+    bench.publisher.down = {}
+    bench.run_for(30, step=10)
+    assert bench.publisher.ids() == ["c", "b", "a"]
+
+
 @pytest.mark.parametrize(("skip_dead", "dead_tasks"), [(False, 1), (True, 4)])
 def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: bool, dead_tasks: int) -> None:
     """One turn records all of a key, not one turn for each task. In block mode only the head is dead."""

@@ -169,18 +169,13 @@ def wrong_for_each(_transaction: Any, messages: Any) -> None:
     raise LookupError(str(ids_of(messages)))
 
 
-@pytest.mark.parametrize(
-    ("database", "handle", "lines"),
-    [
-        (Database(), away_for_each, 2),  # the first line says that each message gets a transaction
-        (Database(), wrong_for_each, 51),  # each error has a text of its own
-    ],
-)  # fmt: skip
+#: The first line says that each message gets a transaction. Each error of the second function has a text of its own.
+@pytest.mark.parametrize(("handle", "lines"), [(away_for_each, 2), (wrong_for_each, 51)])
 def test_an_error_of_all_messages_is_one_traceback_and_one_line_for_each_text(
-    database: Database, handle: Any, lines: int, caplog: pytest.LogCaptureFixture
+    handle: Any, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     of = [message(f"{n:02}") for n in range(50)]
-    deliver(database, handle, *of)
+    deliver(Database(), handle, *of)
     assert seen(*of) == [["nack"]] * 50
     assert caplog.text.count("Traceback (most recent call last)") == 1
     assert len(caplog.records) == lines
