@@ -118,7 +118,7 @@ class SentTasks:
 
     def _read(self, limit: int) -> tuple[list[Row], datetime]:
         while True:
-            values = self._names | {"shards": list(self.table.shards), "after": self.position.sent_at, "limit": limit}
+            values = self._names | {"after": self.position.sent_at, "limit": limit}
             try:
                 found, read_at = self.table.strong_query(operator_sql.sent_after(self._names), _TAG, values)
             except LayoutChanged:

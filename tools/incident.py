@@ -22,8 +22,8 @@ from orders import stage
 
 import outbox
 from outbox import admin
-from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.values import chunked
 from publishworker.hosted import HostedRelay

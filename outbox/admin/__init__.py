@@ -9,33 +9,20 @@ from typing import TYPE_CHECKING
 from outbox.base.lazy import importer
 
 if TYPE_CHECKING:
-    from outbox.admin import (
+    from outbox.admin import (  # noqa: F401 - for the types of those that use the package
         backlog,
         changes,
-        error_groups,
         history,
         operations,
-        problems,
-        resend,
         reshard,
+        selections,
+        status,
         table,
         tasks,
         topics,
         workers,
     )
 
-__all__ = [
-    "backlog",
-    "changes",
-    "error_groups",
-    "history",
-    "operations",
-    "problems",
-    "resend",
-    "reshard",
-    "table",
-    "tasks",
-    "topics",
-    "workers",
-]
-__getattr__ = importer(__name__, {"": " ".join(__all__)})
+__getattr__ = importer(
+    __name__, {"": "backlog changes history operations reshard selections status table tasks topics workers"}
+)

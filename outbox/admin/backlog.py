@@ -5,7 +5,7 @@ Each function that reads raises NotReached or OutboxError.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ from outbox.table.states import UNSENT
 Range: TypeAlias = tuple[int, str | None, int]
 _Place: TypeAlias = tuple[int, str | None]
 #: Returns the rows of a statement with these parameters.
-Query: TypeAlias = Callable[..., list[list[Any]]]
+Query: TypeAlias = Callable[[str, Mapping[str, Any]], list[list[Any]]]
 
 #: A count stops at this many tasks of a shard and topic. With ten shards, a topic is counted up to 100,000. So with a
 #: worker for each shard, the autoscaler's metric can be 10,000 for each worker.
@@ -251,7 +251,7 @@ def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> i
 
 
 def count(
-    query: Query, statement: str, ranges: Sequence[Range], limit: int | None = None, **values: Any
+    query: Query, statement: str, ranges: Sequence[Range], limit: int | None = None
 ) -> tuple[list[Counted], set[_Place]]:
     """Return the counts of a statement of `operator_sql.counted`, and the shards and topics that have more tasks.
 
@@ -259,21 +259,21 @@ def count(
     still be read. So the backlog of a topic is counted as far with a thousand small topics as alone.
     """
     first = limit or range_limit(ranges)
-    rows = _rows(query, statement, ranges, first, **values)
+    rows = _rows(query, statement, ranges, first)
     full = _full(rows, first)
     if limit or not full or (more := range_limit(full)) <= first:
         return rows, full
-    again = _rows(query, statement, [each for each in ranges if each[:2] in full], more, **values)
+    again = _rows(query, statement, [each for each in ranges if each[:2] in full], more)
     return [*(row for row in rows if (row.shard, row.of_topic) not in full), *again], _full(again, more)
 
 
-def _rows(query: Query, statement: str, ranges: Iterable[Range], limit: int, **values: Any) -> list[Counted]:
+def _rows(query: Query, statement: str, ranges: Iterable[Range], limit: int) -> list[Counted]:
     """Return the counts of all ranges, request by request."""
     rows: list[Counted] = []
     for chunk in chunked(ranges, MAX_RANGES):
         shards, topics, priorities = (list(each) for each in zip(*chunk, strict=True))
         places = {"range_shards": shards, "range_topics": topics, "max_priorities": priorities}
-        rows += [Counted(*row) for row in query(statement, **values, **places, limit=limit)]
+        rows += [Counted(*row) for row in query(statement, {**places, "limit": limit})]
     return rows
 
 
@@ -297,7 +297,7 @@ class _Reader:
 
     def add(self, statement: str, ranges: Sequence[Range], *names: str) -> list[Range]:
         """Add the counts `names` of these ranges. Return, for each full range, the priorities left to count."""
-        rows, full = count(self._query, statement, ranges, self.limit, now=self.at)
+        rows, full = count(self._query, statement, ranges, self.limit)
         for _, topic in full:
             self.at_least[topic] |= {*names, _REGISTERED}
         return self._add(rows, full)
@@ -306,10 +306,10 @@ class _Reader:
         """Add the first ready tasks of each priority in these ranges, for the age: they are those registered first."""
         for seeks in range(1, MAX_SEEKS + 1):
             limit = FIRST_READY if seeks < MAX_SEEKS else range_limit(left)
-            rows = _rows(self._query, operator_sql.COUNT_READY, left, limit, now=self.at)
+            rows = _rows(self._query, operator_sql.COUNT_READY, left, limit)
             left = self._add(rows, _full(rows, limit))
 
-    def _query(self, statement: str, **values: Any) -> list[list[Any]]:
+    def _query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
         seconds = COUNT_SECONDS if self.limit == NO_LIMIT else SCAN_SECONDS
         return self.table.query(statement, self.tag, values, at=self.at, seconds=seconds)
 

@@ -1,191 +1,107 @@
 """Changes by operators: retry, purge, cancel, restore, resend. They are executed in chunks of one transaction each.
 
-The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
-So a change takes a task only if it matched at the preview and still matches, also if another process continues it.
-A change is recorded first, and each transaction records in the operation's row where the next chunk begins. So a
-change that was stopped, or lost its process, continues there (`resume`). No chunk is executed twice, even if two
-processes continue the same operation.
+A change is recorded first. Each transaction reads its tasks again under the lock, changes those that matched at the
+preview and still match, and records in the operation's row where the next chunk begins. So a change that was stopped,
+or lost its process, continues there (`resume`). No chunk is executed twice, even if two processes continue the same
+operation.
+
+A resend changes no task. If its process ends after it has published a chunk and before it has recorded it, another one
+publishes the chunk again, so each task arrives at least once. All tasks of an ordering key are in one shard, and those
+of a shard are published in the order of CreatedAt, Sequence and Id.
 """
 
 import dataclasses
 import functools
-import json
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from base64 import b64decode
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import backlog, cancelled, error_groups, operations, operator_sql, resend
+from outbox.admin import operations, operator_sql
 from outbox.admin.operations import UNNAMED, Author, Operation, Progress
-from outbox.admin.selection import ANY_UNSENT as ANY_UNSENT  # noqa: PLC0414 - callers pass it to a change
-from outbox.admin.selection import Outcome as Outcome  # noqa: PLC0414 - they get it
-from outbox.admin.selection import TaskSelection as TaskSelection  # noqa: PLC0414 - callers pass it to a change
-from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
-from outbox.base.values import chunked, shown
-from outbox.errors import OutboxError, SettingError
+from outbox.admin.selections import (
+    ANY_UNSENT,
+    Chunk,
+    Row,
+    TaskSelection,
+    chunks,
+    in_order_of_keys,
+    next_chunk,
+    previewed,
+)
+from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
+from outbox.base.values import json_texts, topic_name
+from outbox.errors import InvalidMessage, OutboxError, SettingError
+from outbox.message import check_topic
 from outbox.program.terminal import escaped
 from outbox.registration import TABLE
+from outbox.table import ddl
+from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, MARKS_FINAL_AFTER, NO_SEQUENCE, STATES, UNSENT
+from outbox.table.states import CANCELLED, CHANGED, MARKS_FINAL_AFTER
 
-#: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
-CHUNK = 500
 #: Max tasks in one transaction that moves them to another table: each needs some 40 mutations. Max bytes of their
 #: messages, or of messages that are published in one chunk: a commit may have 100 MB.
 MOVED, CHUNK_BYTES = 200, 8_000_000
-#: Task IDs that one query reads.
-PAGE = 20 * CHUNK
 #: Max tasks of one resend, because each page sorts those of a shard. The replay job has no limit.
 MAX_RESENT = 1_000_000
-#: The place before all tasks, by parameter.
-_FIRST = {"after": LONG_AGO, "after_created": LONG_AGO, "after_sequence": NO_SEQUENCE, "after_id": ""}
-#: Max groups of tasks in a preview, the largest first.
-GROUPS = 50
 #: The state that a selection by `ids` has for each change, if it names none.
 OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent", "restore": CANCELLED}
 #: As the state of an unchanged task: it matches now, but did not at the preview.
 NEWCOMER = "newcomer"
+#: Why a sent task of the given IDs is not published.
+EXCLUDED = "excluded by the flags, or sent again since"
 _log = logging.getLogger("outbox")
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
-
-
-class _Row(NamedTuple):
-    """A row of `operator_sql.by_ids`. `now` is the database's time.
-
-    `expires_at` is in the future, or None.
-    """
-
-    id: str
-    topic: str
-    ordering_key: str | None
-    state: str
-    matches: bool
-    now: datetime
-    expires_at: datetime | None
-    blocked_by: str | None
-    error: str | None
-    due_at: datetime | None
-    bytes: int
+#: The columns that the table of tasks and that of cancelled ones have, without computed ones.
+COLUMNS = tuple(name for name, text in ddl.columns().items() if " AS (" not in text and name != "SentAt")
+#: What moves a task to the other table, and what puts it back.
+TO_MOVE = operator_sql.rows_by_ids(", ".join(COLUMNS), lock=True)
+KEPT = operator_sql.rows_by_ids(f"{', '.join(COLUMNS)}, OperationId, CURRENT_TIMESTAMP()", cancelled=True, lock=True)
+#: What tells whether the head of a deferred task still waits.
+HEAD = ("Id", "Topic", "OrderingKey", "SentAt", "AvailableAt", "ExpiresAt")
+#: The columns of a task that is restored as sent, because subscribers have its message: those of a mark.
+_AS_SENT: Mapping[str, Any] = {
+    "SentAt": COMMIT_TIMESTAMP, "AvailableAt": None, "DueAt": None, "BlockedBy": None, "ExpiresAt": None, "Attempts": 0,
+    "LastError": None,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Preview:
-    """What a change would do: the exact number of tasks, their largest groups, and the tasks that it cannot change.
+class Outcome:
+    """The outcome of one chunk: IDs that were changed, and states of tasks that were not changed, or `missing`.
 
-    A group has a topic, the first line of one LastError, and a number. `refused` has numbers by state: `expired`,
-    `missing`, `exists`, or a state that the change is not for. Of a restore, `overtaken` tasks would follow later tasks
-    of their keys, which were sent since.
+    `heads` are the IDs of the key heads that block unchanged tasks.
     """
 
-    tasks: int
-    groups: Sequence[Sequence[Any]]
-    refused: Mapping[str, int]
-    overtaken: int = 0
+    changed: tuple[str, ...]
+    unchanged: Mapping[str, str]
+    heads: frozenset[str] = frozenset()
 
 
-#: Buffers the writes of one transaction, of the operation with this ID, for its matching rows. Called only if there are
-#: some.
-_Write = Callable[[Transaction, Sequence[_Row], str], None]
+class Message(NamedTuple):
+    """The message of a sent task."""
+
+    id: str
+    ordering_key: str | None
+    data: bytes
+    created_at: datetime
 
 
-def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> backlog.Count:
-    """Return the number of selected tasks, as of the selection's `as_of` or now.
-
-    Unless `exact`, the count stops early, as that of the backlog does.
-    """
-    selection = _previewed(table, selection)
-    if selection.ids is not None:
-        return backlog.Count(sum(row.matches for row in _rows_of_ids(table, selection, selection.ids)))
-    seconds = COUNT_SECONDS if exact else SCAN_SECONDS
-
-    def query(statement: str, **values: Any) -> list[list[Any]]:
-        values |= selection.values | _now(statement, selection)
-        return table.query(statement, "outbox-count", values, at=selection.as_of, seconds=seconds)
-
-    # The range of sent tasks has no topic.
-    topics = (None,) if selection.state in ("sent", CANCELLED) else _topics(table, selection)
-    ranges, limit = backlog.ranges_of(_shards(table, selection), topics), backlog.NO_LIMIT if exact else None
-    counting = operator_sql.counts_of_state(_state(selection), selection.names)
-    counts = [backlog.count(query, each, ranges, limit) for each in counting]
-    return backlog.Count(sum(row.number for rows, _ in counts for row in rows), any(full for _, full in counts))
-
-
-def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Preview:
-    """Return what the change `name` of the selection would do, as of its `as_of` or now."""
-    selection = _previewed(table, selection)
-    found = _preview_of_state(table, selection) if selection.ids is None else _preview_of_ids(table, selection)
-    return _examined(table, selection, found) if name == "restore" else found
-
-
-def _examined(table: TaskTable, selection: TaskSelection, found: Preview) -> Preview:
-    """Return the preview of a restore with the tasks whose IDs exist again, and those that are overtaken."""
-    exists = overtaken = 0
-    for _, _, seen in _chunks(table, selection):
-        values = {"ids": sorted(seen), "shard_count": table.layout.shards}
-        statement = operator_sql.REFUSED_AND_OVERTAKEN
-        [[there, later]] = table.query(statement, "outbox-count", values, at=selection.as_of, seconds=SCAN_SECONDS)
-        exists, overtaken = exists + there, overtaken + later
-    refused = {**found.refused, **({"exists": exists} if exists else {})}
-    return dataclasses.replace(found, tasks=found.tasks - exists, refused=refused, overtaken=overtaken)
-
-
-def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
-    statement = operator_sql.grouped(_state(selection), selection.names)
-    ranges = {"shards": list(table.shards)} | ({"topics": _topics(table, selection)} if "@topics" in statement else {})
-    values = selection.values | ranges | _now(statement, selection) | {"limit": GROUPS}
-    groups = table.query(statement, "outbox-count", values, at=selection.as_of, seconds=COUNT_SECONDS)
-    tasks = count(table, selection, exact=True).number
-    everything = dataclasses.replace(selection, include_expired=True)
-    expired = count(table, everything, exact=True).number - tasks if "unexpired" in selection.names else 0
-    return Preview(tasks, groups, {"expired": expired} if expired else {})
-
-
-def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
-    rows = list(_rows_of_ids(table, selection, selection.ids or ()))
-    matching = error_groups.count((row.topic, "", row.error, None) for row in rows if row.matches)
-    refused = Counter(row.state for row in rows if not row.matches)
-    refused["missing"] = len(selection.ids or ()) - len(rows)
-    groups = [[each.topic, each.error, each.tasks] for each in matching[:GROUPS]]
-    return Preview(sum(each.tasks for each in matching), groups, +refused)
-
-
-def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[_Row]:
-    """Yield the existing rows of these IDs, as of the selection's `as_of`."""
-    statement = operator_sql.by_ids(selection.condition, cancelled=selection.state == CANCELLED)
-    for ids in chunked(wanted, CHUNK):
-        values = selection.values | {"ids": ids, "now": selection.as_of}
-        yield from (_Row(*row) for row in table.query(statement, "outbox-count", values, at=_read_at(selection)))
-
-
-def _read_at(selection: TaskSelection) -> datetime | None:
-    """Return as of when the IDs are read. A resend may take longer than Spanner keeps versions, so it reads them now.
-
-    Tasks that are sent meanwhile do not match, because its selection has an `until`.
-    """
-    return None if selection.to else selection.as_of
-
-
-def _shards(table: TaskTable, selection: TaskSelection) -> Sequence[int]:
-    return range(operator_sql.CANCELLED_SHARDS) if selection.state == CANCELLED else table.shards
-
-
-def _previewed(table: TaskTable, selection: TaskSelection) -> TaskSelection:
-    """Return the selection with a time of its preview: now, if it has none."""
-    return dataclasses.replace(selection, as_of=selection.as_of or table.now())
-
-
-def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> backlog.Count:
-    """Return the number of unsent tasks of a topic, of all states."""
-    now = table.now()
-    counts = [count(table, TaskSelection(state=state, topic=topic, as_of=now), exact=exact) for state in UNSENT]
-    return backlog.Count(sum(each.number for each in counts), any(each.at_least for each in counts))
+#: Publishes messages, those of a key in the given order, and returns why Pub/Sub refuses some of them, by ID. Raises
+#: OutboxError if the topic does not accept messages, NotReached if Pub/Sub does not answer.
+Send = Callable[[Sequence[Message]], Mapping[str, str]]
+#: The module with `opened(settings, topic) -> Send`. Its package is above this one, so it is found by its name.
+PUBLISHER = "publishworker.pubsub.resending"
 
 
 def retry_values(
@@ -242,7 +158,7 @@ def _record(table: TaskTable, name: str, selection: TaskSelection, author: Autho
 def continued(table: TaskTable, id: str) -> Operation:
     """Return a recorded operation. Raises OutboxError if it cannot be continued."""
     operation, selection, progress = operations.begun(table, id)
-    operations.next_chunk(progress.position, _shard_column(table, selection))
+    next_chunk(table, selection, progress.position)
     return operation
 
 
@@ -255,7 +171,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     operation, selection, progress = operations.begun(table, id)
     author = Author(operation.principal, operation.reason)
     check(operation.operation, selection)
-    return _Change(table, operation.operation, _previewed(table, selection), author).outcomes(progress)
+    return _Change(table, operation.operation, previewed(table, selection), author).outcomes(progress)
 
 
 def bounded(name: str, selection: TaskSelection, at: datetime) -> TaskSelection:
@@ -290,29 +206,53 @@ def check(name: str, selection: TaskSelection) -> None:
 def _checked(table: TaskTable, name: str, selection: TaskSelection) -> TaskSelection:
     """Return the selection with the IDs of a restore or a resend in the order of their keys."""
     check(name, selection)
-    selection = _previewed(table, selection)
-    if selection.ids is None or name not in ("restore", "resend"):
-        return selection
-    rows: list[list[Any]] = []
-    for ids in chunked(selection.ids, PAGE):
-        statement = operator_sql.places(cancelled=name == "restore")
-        rows += table.query(statement, "outbox-select", {"ids": ids}, at=selection.as_of, seconds=SCAN_SECONDS)
-    found = [id for id, *_ in sorted(rows, key=lambda row: (*row[2:], row[0]))]
-    return dataclasses.replace(selection, ids=tuple(dict.fromkeys([*found, *selection.ids])))
+    selection = previewed(table, selection)
+    is_in_order = name in ("restore", "resend")
+    return in_order_of_keys(table, selection, cancelled=name == "restore") if is_in_order else selection
 
 
-def _make_due(transaction: Transaction, rows: Sequence[_Row], _operation: str) -> None:
+def resend_to(
+    table: TaskTable, selection: TaskSelection, to: str, rate: int | None = None, *, own: bool = False
+) -> TaskSelection:
+    """Return what to publish where, if `to` is a topic for it. Raises SettingError, OutboxError, NotReached.
+
+    `own` allows the topic that the tasks have been published to.
+    """
+    try:
+        name = topic_name(check_topic(to), table.project)
+    except InvalidMessage as error:
+        raise SettingError(f"--to: {error}") from None
+    if not own and name in _destinations(table, selection):
+        raise SettingError(
+            f"--to {to} is the topic of the tasks, so all of its subscribers would get them again. Pass another topic, "
+            "or --force"
+        )
+    return dataclasses.replace(selection, to=name, rate=rate)
+
+
+def _destinations(table: TaskTable, selection: TaskSelection) -> set[str]:
+    """Return the full names of the Pub/Sub topics that workers publish the selected tasks to."""
+    controls, of_tasks = table.controls(), {selection.topic}
+    if selection.ids is not None:
+        places = operator_sql.places(cancelled=False)
+        rows = table.query(places, "outbox-resend", {"ids": [*selection.ids]}, seconds=SCAN_SECONDS)
+        of_tasks = {topic for _, topic, *_ in rows}
+    routes = {controls.get(topic or "", NO_CONTROLS).publish_to for topic in of_tasks}
+    return {topic_name(topic, table.project) for topic in of_tasks | routes if topic}
+
+
+def _make_due(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
     transaction.update(
         TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
     )
 
 
-def _delete(transaction: Transaction, rows: Sequence[_Row], _operation: str) -> None:
+def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
     of_table = CANCELLED_TABLE if rows[0].state == CANCELLED else TABLE
     transaction.delete(of_table, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _cancel(transaction: Transaction, rows: Sequence[_Row], operation: str) -> None:
+def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
     """Move rows to the table of cancelled tasks. Release the next task of each key of which a row was not blocked.
 
     Behind deleted rows that were all blocked, the task that blocks the key is still there. A release would be for
@@ -322,14 +262,68 @@ def _cancel(transaction: Transaction, rows: Sequence[_Row], operation: str) -> N
     if ids := [row.id for row in rows if (row.topic, row.ordering_key) in keys]:
         heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
         transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
-    cancelled.move(transaction, [row.id for row in rows], operation)
+    found = transaction.query(TO_MOVE, {"ids": [row.id for row in rows]})
+    moved = [(*values, operation, COMMIT_TIMESTAMP) for values in found]
+    transaction.insert_or_update(CANCELLED_TABLE, (*COLUMNS, "OperationId", "CancelledAt"), moved)
+    transaction.delete(TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _restore(transaction: Transaction, rows: Sequence[_Row], _operation: str) -> None:
-    cancelled.restore(transaction, [row.id for row in rows])
+def _restore(transaction: Transaction, cancelled: Sequence[Row], _operation: str) -> None:
+    """Move cancelled tasks back. A task that a worker had published before the cancel is marked as sent.
+
+    Not one that was sent before and then made unsent: the worker may have published it for the first time only.
+    """
+    rows = transaction.query(KEPT, {"ids": [row.id for row in cancelled]})
+    found = [dict(zip((*COLUMNS, "OperationId", "Now"), row, strict=True)) for row in rows]
+    published = _published(transaction, {values["OperationId"] for values in found})
+    heads = {values["Id"]: values for values in [*_heads(transaction, found), *found]}
+    restored = [
+        {**values, **_AS_SENT, "TimesSent": values["TimesSent"] + 1}
+        if values["Id"] in published[values["OperationId"]] and not values["TimesSent"]
+        else _restored(values, heads.get(values["BlockedBy"] or ""))
+        for values in found
+    ]
+    columns = (*COLUMNS, "SentAt")
+    transaction.insert(TABLE, columns, [[values.get(name) for name in columns] for values in restored])
+    transaction.delete(CANCELLED_TABLE, KeySet(keys=[[row.id] for row in cancelled]))
 
 
-_WRITES: Mapping[str, _Write] = {"retry": _make_due, "purge": _delete, "cancel": _cancel, "restore": _restore}
+def _heads(transaction: Transaction, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tasks behind which cancelled ones were deferred, and lock them."""
+    keys = [[id] for id in sorted({values["BlockedBy"] for values in found} - {None})]
+    rows = transaction.read(TABLE, HEAD, KeySet(keys=keys)) if keys else []
+    return [dict(zip(HEAD, row, strict=True)) for row in rows]
+
+
+def _restored(values: Mapping[str, Any], head: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the columns of a restored task, as they were.
+
+    A deferred task is released unless its head waits, in the table or among the tasks that are restored with it: the
+    next commit of the head, which releases tasks, may not know the task.
+    """
+    now, available_at = values["Now"], values["AvailableAt"]
+    if values["BlockedBy"] is None or available_at is None or available_at <= now or _waits(head, values, now):
+        return values
+    return {**values, "AvailableAt": None, "BlockedBy": None}
+
+
+def _waits(head: Mapping[str, Any] | None, values: Mapping[str, Any], now: datetime) -> bool:
+    if head is None or any(head[name] != values[name] for name in ("Topic", "OrderingKey")):
+        return False
+    is_later = head.get("SentAt") is None and head["AvailableAt"] is not None and head["AvailableAt"] > now
+    return is_later and (head["ExpiresAt"] is None or head["ExpiresAt"] > now)
+
+
+def _published(transaction: Transaction, operations: Collection[str]) -> dict[str, Mapping[str, str]]:
+    """Return the tasks that workers had published before each operation cancelled them, with their message IDs."""
+    keys = KeySet(keys=[[id] for id in sorted(operations)])
+    found = dict(map(tuple, transaction.read(OPERATIONS, ("OperationId", "Published"), keys)))
+    return {id: json_texts(found.get(id)) for id in operations}
+
+
+_WRITES: Mapping[str, Callable[[Transaction, Sequence[Row], str], None]] = {
+    "retry": _make_due, "purge": _delete, "cancel": _cancel, "restore": _restore,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -343,46 +337,38 @@ class _Change:
 
     def outcomes(self, progress: Progress) -> Iterator[Outcome]:
         """Execute the chunks that follow `progress`."""
-        tag, publish = f"outbox-{self.name}", None
-        if self.name == "resend":
-            publish = resend.publisher(self.table, self.selection)
-        chunks = _chunks(self.table, self.selection, progress.position, self._limits)
-        for position, ids, seen in resend.paced(chunks, self.selection.rate):
+        tag = f"outbox-{self.name}"
+        publish = _publisher(self.table, self.selection) if self.name == "resend" else None
+        most, max_bytes = {
+            "resend": (self.selection.rate, CHUNK_BYTES), **dict.fromkeys(("cancel", "restore"), (MOVED, CHUNK_BYTES)),
+        }.get(self.name, (None, math.inf))  # fmt: skip
+        selected = chunks(self.table, self.selection, progress.position, most=most, max_bytes=max_bytes)
+        for chunk in _paced(selected, self.selection.rate):
             if publish:
                 self.table.transact(tag, progress.check)
-                outcome = publish(ids)
-                record = functools.partial(_recorded, progress, len(outcome.changed), position)
+                outcome = publish(chunk.ids)
+                record = functools.partial(_recorded, progress, len(outcome.changed), chunk.position)
                 progress = self.table.transact(tag, record)
             else:
-                work = functools.partial(self._chunk, ids, seen, position, progress)
-                outcome, progress = self.table.transact(tag, work)
+                outcome, progress = self.table.transact(tag, functools.partial(self._execute, chunk, progress))
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
         self.table.transact(tag, progress.finish)
 
-    @property
-    def _limits(self) -> tuple[int, float]:
-        """Return how many tasks, and bytes of their messages, a chunk has at most."""
-        if self.name == "resend":
-            return min(CHUNK, self.selection.rate or CHUNK), CHUNK_BYTES
-        return (min(CHUNK, MOVED), CHUNK_BYTES) if self.name in ("cancel", "restore") else (CHUNK, math.inf)
-
-    def _chunk(
-        self, ids: Sequence[str], seen: Collection[str], position: str, progress: Progress, transaction: Transaction
-    ) -> tuple[Outcome, Progress]:
+    def _execute(self, chunk: Chunk, progress: Progress, transaction: Transaction) -> tuple[Outcome, Progress]:
         progress.check(transaction)
-        # Sorted, so that two commands lock the rows in the same order.
-        values = self.selection.values | {"ids": sorted(ids)}
+        ids = sorted(chunk.ids)  # so that two commands lock the rows in the same order
         is_cancelled = self.selection.state == CANCELLED
         statement = operator_sql.by_ids(self.selection.condition, cancelled=is_cancelled, lock=True)
-        rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
-        exists = cancelled.existing(transaction, ids) if self.name == "restore" else set[str]()
-        rows = [row._replace(matches=False, state="exists") if row.id in exists else row for row in rows]
+        found = transaction.query(statement, self.selection.values | {"ids": ids})
+        keys = KeySet(keys=[[id] for id in ids])
+        exists = {id for (id,) in transaction.read(TABLE, ("Id",), keys)} if self.name == "restore" else set[str]()
+        rows = [_examined(Row(*row), chunk.seen, exists) for row in found]
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching, progress.id)
-        return _outcome(ids, rows, exists), progress.move(transaction, len(matching), position)
+        return _outcome(chunk.ids, rows, exists), progress.move(transaction, len(matching), chunk.position)
 
 
 def _recorded(progress: Progress, tasks: int, position: str, transaction: Transaction) -> Progress:
@@ -390,19 +376,20 @@ def _recorded(progress: Progress, tasks: int, position: str, transaction: Transa
     return progress.move(transaction, tasks, position)
 
 
-def _as_seen(row: _Row, seen: Collection[str]) -> _Row:
-    """Return a row that does not match unless it matched at the preview, too."""
+def _examined(row: Row, seen: Collection[str], exists: Collection[str]) -> Row:
+    """Return a row that does not match if its ID exists again, or unless it matched at the preview, too."""
+    if row.id in exists:
+        return row._replace(matches=False, state="exists")
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
 
-def _outcome(ids: Sequence[str], rows: Sequence[_Row], exists: Collection[str]) -> Outcome:
+def _outcome(ids: Sequence[str], rows: Sequence[Row], exists: Collection[str]) -> Outcome:
     unchanged = [row for row in rows if not row.matches]
-    existing = {row.id for row in rows}
-    there = [id for id in exists if id not in existing]
+    absent = [id for id in ids if id not in {row.id for row in rows}]
     return Outcome(
         changed=tuple(row.id for row in rows if row.matches),
-        unchanged={row.id: row.state for row in unchanged} | dict.fromkeys(there, "not_cancelled"),
-        missing=tuple(id for id in ids if id not in existing and id not in exists),
+        unchanged={row.id: row.state for row in unchanged}
+        | {id: "not_cancelled" if id in exists else "missing" for id in absent},
         heads=frozenset(row.blocked_by for row in unchanged if row.state == "blocked" and row.blocked_by),
     )
 
@@ -414,84 +401,26 @@ def _log_cancelled(ids: Sequence[str], author: Author) -> None:
         _log.warning("cancelled the task %s: %s", escaped(id), escaped(reason), extra=extra)
 
 
-def _chunks(
-    table: TaskTable,
-    selection: TaskSelection,
-    position: str | None = None,
-    limits: tuple[int, float] = (CHUNK, math.inf),
-) -> Iterator[resend.Chunk]:
-    """Yield the IDs of the selection after `position` in chunks with at most so many tasks and bytes of messages.
-
-    Each with the position after it, and with the IDs that matched at the preview.
-    """
-    layout, column = table.layout, _shard_column(table, selection)
-    done, after = operations.next_chunk(position, column)
-    if selection.ids is not None:
-        yield from _chunks_of_ids(table, selection, done, limits)
-        return
-    ranges = {} if selection.state in ("sent", CANCELLED) else {"topics": _topics(table, selection)}
-    for shard in _shards(table, selection)[done:]:
-        values = selection.values | ranges | {"shard": shard, "limit": PAGE} | _FIRST | after
-        for place, ids in _chunks_of_shard(table, selection, values, limits):
-            text = json.dumps({"column": column, "done": shard, "after": place}, default=shown)
-            yield text, ids, {*ids}
-        after = {}
-        if column == layout.column and table.layout != layout:
-            # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
-            raise LayoutChanged(f"{table.name}: the number of shards was changed. Start a new operation")
+def _paced(chunks: Iterable[Chunk], rate: int | None) -> Iterator[Chunk]:
+    """Yield the chunks, so that at most `rate` tasks per second are in them."""
+    next_at = time.monotonic()
+    for chunk in chunks:
+        time.sleep(max(0.0, next_at - time.monotonic()))
+        next_at = time.monotonic() + (len(chunk.ids) / rate if rate else 0)
+        yield chunk
 
 
-def _shard_column(table: TaskTable, selection: TaskSelection) -> str | None:
-    """Return the column by whose shards the tasks are selected. None: by their IDs."""
-    if selection.ids is not None:
-        return None
-    return "CancelledShard" if selection.state == CANCELLED else table.layout.column
+def _publisher(table: TaskTable, selection: TaskSelection) -> Callable[[Sequence[str]], Outcome]:
+    """Return a function that publishes those of some tasks that are still sent and selected. It raises as Send does."""
+    send: Send = import_module(PUBLISHER).opened(table.pubsub, selection.to)
+    statement = operator_sql.messages(selection.condition)
 
+    def publish(ids: Sequence[str]) -> Outcome:
+        rows = table.query(statement, "outbox-resend", selection.values | {"ids": ids}, seconds=SCAN_SECONDS)
+        found = {id: Message(id, key, b64decode(data), created_at) for id, key, data, created_at, *_ in rows}
+        left_out = {id: EXCLUDED if is_sent else "unsent" for id, *_, is_sent, matches in rows if not matches}
+        left_out |= {id: "missing" for id in ids if id not in found}
+        unchanged = left_out | {**send([found[id] for id in ids if id not in left_out])}
+        return Outcome(tuple(id for id in ids if id not in unchanged), unchanged)
 
-def _chunks_of_ids(
-    table: TaskTable, selection: TaskSelection, done: int, limits: tuple[int, float]
-) -> Iterator[resend.Chunk]:
-    for page in chunked((selection.ids or ())[done:], CHUNK):
-        rows = {row.id: row for row in _rows_of_ids(table, selection, page)}
-        seen = {row.id for row in rows.values() if row.matches}
-        for ids in chunked(page, *limits, functools.partial(_bytes, rows)):
-            done += len(ids)
-            yield json.dumps({"column": None, "done": done}), ids, seen.intersection(ids)
-
-
-def _bytes(rows: Mapping[str, _Row], id: str) -> int:
-    return rows[id].bytes if id in rows else 0
-
-
-def _chunks_of_shard(
-    table: TaskTable, selection: TaskSelection, values: Mapping[str, Any], limits: tuple[int, float]
-) -> Iterator[tuple[Mapping[str, Any], Sequence[str]]]:
-    """Yield the selected IDs of a shard in chunks, each with the place after it. `values` has the first place."""
-    state, by_key = _state(selection), selection.to is not None
-    statement = operator_sql.next_ids(state, selection.names, by_key=by_key)
-    order = operator_sql.order(state, by_key=by_key)
-    values = {name: value for name, value in values.items() if name not in _FIRST or name in order}
-    values |= _now(statement, selection)
-    rows: Sequence[Any] = range(PAGE)
-    while len(rows) == PAGE:
-        rows = table.query(statement, "outbox-select", values, at=_read_at(selection), seconds=SCAN_SECONDS)
-        for chunk in chunked(rows, *limits, lambda row: row[0]):
-            place = dict(zip(order, chunk[-1][1:], strict=True))
-            values |= place
-            yield place, [row[-1] for row in chunk]
-
-
-def _topics(table: TaskTable, selection: TaskSelection) -> list[str]:
-    """Return the topics of the index ranges to read."""
-    return [selection.topic] if selection.topic is not None else table.topics(at=selection.as_of)
-
-
-def _now(statement: str, selection: TaskSelection) -> dict[str, datetime | None]:
-    """Return the time of the preview as a parameter, if the statement has it. Those for sent tasks do not."""
-    return {"now": selection.as_of} if "@now" in statement else {}
-
-
-def _state(selection: TaskSelection) -> str:
-    if selection.state not in (*STATES, CANCELLED):
-        raise ValueError(f"a selection without ids needs a state, not {selection.state}")
-    return selection.state
+    return publish

@@ -126,13 +126,13 @@ def add_narrowing(parser: argparse.ArgumentParser, *, error: bool = True) -> Non
 
 def selection(
     options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None
-) -> "admin.changes.TaskSelection":
+) -> "admin.selections.TaskSelection":
     """Return the selection by the flags of `add_narrowing`, and by `ids`. Relative times count from `now`."""
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
     others: dict[str, Any] = {name: vars(options).get(name) for name in ("state", "topic", "error", "ordering_key")}
     include_expired = vars(options).get("include_expired", True)
-    return admin.changes.TaskSelection(ids=ids, since=since, until=until, include_expired=include_expired, **others)
+    return admin.selections.TaskSelection(ids=ids, since=since, until=until, include_expired=include_expired, **others)
 
 
 def check_window(since: datetime | None, until: datetime | None) -> None:
@@ -210,13 +210,13 @@ def full_ids(table: "admin.table.TaskTable", options: argparse.Namespace, wanted
 
 
 def explain_none(
-    table: "admin.table.TaskTable", selected: "admin.changes.TaskSelection", options: argparse.Namespace
+    table: "admin.table.TaskTable", selected: "admin.selections.TaskSelection", options: argparse.Namespace
 ) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the states."""
     if selected.topic is not None and admin.topics.unknown(table, [selected.topic]):
         note(unknown_topics(table, [selected.topic]))
     for state in vars(options).get("states") or filter(None, [selected.state]):
-        count = admin.changes.count(table, admin.changes.TaskSelection(state=state), exact=False)
+        count = admin.selections.count(table, admin.selections.TaskSelection(state=state), exact=False)
         flags = [flag for flag in NARROWING if vars(options).get(flag[2:]) is not None]
         excluded = f", but none matches {' and '.join(flags)}" if count.number and flags else ""
         note(f"{count} in the state {state}{excluded}")

@@ -4,14 +4,14 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operator_sql
-from outbox.admin.selection import TaskSelection
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.values import shown
 from outbox.errors import OutboxError
@@ -26,10 +26,6 @@ COMPARED = 1_000
 INTERRUPTED_AFTER = timedelta(minutes=1)
 #: The operations that are executed in chunks, so that any process can continue them.
 IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
-#: How a place of a task is read from JSON, by parameter.
-_PLACE: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("after", "after_created"), datetime.fromisoformat), "after_sequence": int, "after_id": str,
-}  # fmt: skip
 _TAG = "outbox-operations"
 
 
@@ -177,22 +173,6 @@ def begun(table: TaskTable, id: str) -> tuple[Operation, TaskSelection, Progress
     if tasks is None:
         raise OutboxError(f"the row of the operation is malformed: operation {id} has no Tasks. Start a new operation")
     return row, selection, Progress(id, tasks, position)
-
-
-def next_chunk(position: str | None, column: str | None) -> tuple[int, dict[str, Any]]:
-    """Return where the next chunk begins: after so many shards, or IDs, and after a place in the next shard.
-
-    `column` has the shards of a selection without IDs. Raises OutboxError if they were others at the last chunk, or if
-    the position is malformed, because any program may write it.
-    """
-    try:
-        found: dict[str, Any] = json.loads(position) if position else {"column": column, "done": 0}
-        if found["column"] != column:
-            raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
-        after = {name: _PLACE[name](value) for name, value in found.get("after", {}).items()}
-        return int(found["done"]), after
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise OutboxError(f"the row of the operation is malformed: {error!r}. Start a new operation") from None
 
 
 def begin(

@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 
-from outbox.admin import error_groups
 from outbox.table.shared_sql import (
     BY_ID,
     EACH_TOPIC,
@@ -25,7 +24,15 @@ from outbox.table.shared_sql import (
 from outbox.table.shared_sql import by_ids as of_ids
 from outbox.table.states import CANCELLED, CONDITIONS, FIRST_DUE_SQL, LATER_SQL, NO_SEQUENCE, RANGES, STATE_SQL
 
-_ERROR_GROUP, _ERROR = error_groups.sql("LastError")
+#: UUIDs, and words with a digit: numbers, IDs, times and addresses. Errors that differ only in them are of one group.
+#: The reason at the beginning of LastError has none, so errors of different reasons never are. Python and Spanner read
+#: the expression alike.
+_IDS = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\w*[0-9]\w*"
+_CHARACTERS = 200
+_LINE = "SPLIT(LastError, '\\n')[SAFE_OFFSET(0)]"
+#: What groups errors, and an error as an example of its group.
+_ERROR_GROUP = f"SUBSTR(REGEXP_REPLACE({_LINE}, r'{_IDS}', '#'), 1, {_CHARACTERS})"
+_ERROR = f"SUBSTR({_LINE}, 1, {_CHARACTERS})"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
@@ -60,6 +67,11 @@ LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATION
 _ID_RANGES = "ARRAY<STRUCT<low STRING, high STRING>>[{}]".format(
     ", ".join(f"('{low}', '{high}')" for low, high in pairwise(["", *"123456789abcdef", "\\U0010FFFF"]))
 )
+
+
+def error_group(error: str | None) -> str:
+    """Return what groups an error, as in SQL: the beginning of its first line, without IDs and numbers."""
+    return re.sub(_IDS, "#", (error or "").split("\n")[0], flags=re.ASCII)[:_CHARACTERS]
 
 
 def latest_operations(names: Collection[str], *, views: bool = True) -> str:

@@ -7,7 +7,7 @@ step follows from what is in the database, so any run can continue.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,8 @@ from outbox.base.schedules import FOLLOW
 from outbox.base.values import counted, listed, shown
 from outbox.errors import OutboxError
 from outbox.table import ddl, schema
-from outbox.table.ddl import COLUMN, Layout
+from outbox.table.ddl import BUILDING, COLUMN, POLLED, RETIRED, Layout
 from outbox.table.shared_sql import WORKERS
-
-#: States of a layout in AsynchronousTaskShards.
-BUILDING, POLLED, RETIRED = "building", "polled", "retired"
 
 _TABLE, _COLUMNS = "AsynchronousTaskShards", ("ColumnName", "Shards", "State")
 _TAG = "outbox-reshard"
@@ -55,13 +52,9 @@ class Snapshot:
         """Return the state of a layout. Until the first change nothing is recorded, and workers poll the only one."""
         return self.recorded.get(layout, POLLED if not self.recorded else BUILDING)
 
-    def not_polling(self, layout: Layout) -> list[str]:
-        """Return the live workers that do not poll the layout."""
-        return sorted(worker for worker, columns in self.polled_by.items() if layout.column not in columns)
-
-    def polling(self, layout: Layout) -> list[str]:
-        """Return the live workers that poll the layout."""
-        return sorted(self.polled_by.keys() - {*self.not_polling(layout)})
+    def workers(self, layout: Layout, *, polling: bool) -> tuple[str, ...]:
+        """Return the live workers that poll the layout, or the others."""
+        return tuple(sorted(id for id, columns in self.polled_by.items() if (layout.column in columns) is polling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +64,8 @@ class Step:
     kind: str
     layout: Layout
     text: str
-    state: str = ""  # the new state of the layout
     waits_for: tuple[str, ...] = ()  # workers
+    state: str = ""  # the new state of the layout
 
 
 class Change(NamedTuple):
@@ -84,10 +77,17 @@ class Change(NamedTuple):
     #: Whether it returns to the number before an earlier change.
     aborts: bool = False
 
-    def describe(self, next_step: Step) -> str:
-        """Return what `outbox status` prints if `next_step` is next."""
-        since = shown(self.operation.started_at)
-        return f"Changing from {self.former} to {self.target} shards since {since}. Next: {next_step.text}"
+
+class Progress(NamedTuple):
+    """A change that is under way, and its next step."""
+
+    change: Change
+    step: Step
+
+    def __str__(self) -> str:
+        """Return what `outbox status` prints."""
+        former, target, operation, _ = self.change
+        return f"Changing from {former} to {target} shards since {shown(operation.started_at)}. Next: {self.step.text}"
 
 
 def next_step(snapshot: Snapshot, target: Layout) -> Step | None:
@@ -98,30 +98,25 @@ def next_step(snapshot: Snapshot, target: Layout) -> Step | None:
 def _steps(snapshot: Snapshot, target: Layout) -> Iterator[Step]:
     """Yield what is left to do, in order."""
     if target not in snapshot.recorded and snapshot.layouts != [target]:
-        yield Step("begin", target, f"Record that {target.column} is added", BUILDING)
+        yield Step("begin", target, f"Record that {target.column} is added", state=BUILDING)
     if not snapshot.is_complete(target):
         yield Step("build", target, f"Add column {target.column} and its indexes; all tasks are written to them")
     if snapshot.layout_state(target) != POLLED:
-        yield Step("set", target, f"Let workers poll {target.column}", POLLED)
+        yield Step("set", target, f"Let workers poll {target.column}", state=POLLED)
     for other in (each for each in snapshot.layouts if each != target):
-        retired = snapshot.layout_state(other) == RETIRED
-        if not retired and (workers := snapshot.not_polling(target)):
-            text = f"Waiting until {_names(workers)} also polls {target.column}"
-            yield Step("wait", target, text, waits_for=tuple(workers))
-        if not retired:
-            yield Step("set", other, f"Let workers stop polling {other.column}", RETIRED)
-        if workers := snapshot.polling(other):
-            text = f"Waiting until {_names(workers)} no longer polls {other.column}"
-            yield Step("wait", other, text, waits_for=tuple(workers))
+        if snapshot.layout_state(other) != RETIRED:
+            if workers := snapshot.workers(target, polling=False):
+                yield Step("wait", target, f"Waiting until {_names(workers)} also polls {target.column}", workers)
+            yield Step("set", other, f"Let workers stop polling {other.column}", state=RETIRED)
+        if workers := snapshot.workers(other, polling=True):
+            yield Step("wait", other, f"Waiting until {_names(workers)} no longer polls {other.column}", workers)
         if other in snapshot.found:
             yield Step("drop", other, f"Drop the indexes of {other.column} and the column")
         yield Step("forget", other, f"Remove {other.column} from {_TABLE}")
 
 
-def _names(workers: list[str]) -> str:
-    if len(workers) == 1:
-        return workers[0]
-    return f"each of {len(workers)} workers ({listed(workers, 3)})"
+def _names(workers: Sequence[str]) -> str:
+    return workers[0] if len(workers) == 1 else f"each of {len(workers)} workers ({listed(workers, 3)})"
 
 
 class Resharding:
@@ -166,23 +161,22 @@ class Resharding:
     def report(self) -> Iterator[str]:
         """Yield a line for each layout, and one for a change that is under way."""
         snapshot = self.snapshot()
-        workers = len(snapshot.polled_by)
+        workers = counted(len(snapshot.polled_by), "worker")
         for each in snapshot.layouts:
-            polling = f"polled by {len(snapshot.polling(each))} of {counted(workers, 'worker')}"
+            polling = f"polled by {len(snapshot.workers(each, polling=True))} of {workers}"
             yield f"{each.column:<10} {counted(each.shards, 'shard'):>12}  {snapshot.layout_state(each):<8}  {polling}"
         if progress := self._progress(snapshot):
-            change, step = progress
-            yield f"{change.describe(step)}. Continue with: outbox schema reshard --shards {change.target}"
+            yield f"{progress}. Continue with: outbox schema reshard --shards {progress.change.target}"
 
-    def progress(self) -> tuple[Change, Step] | None:
+    def progress(self) -> Progress | None:
         """Return the change that is under way and its next step, if there is one."""
         return self._progress(self.snapshot()) if len(self._recorded()) > 1 else None
 
-    def _progress(self, snapshot: Snapshot) -> tuple[Change, Step] | None:
+    def _progress(self, snapshot: Snapshot) -> Progress | None:
         latest = self._latest() if len(snapshot.layouts) > 1 else None
         for target in snapshot.layouts:
             if latest and latest.target == target.shards and (step := next_step(snapshot, target)):
-                return latest, step
+                return Progress(latest, step)
         return None
 
     def run(self, target: Layout, *, aborts: bool = False) -> Iterator[str]:
@@ -208,12 +202,8 @@ class Resharding:
         match step.kind:
             case "wait":
                 time.sleep(FOLLOW.first)
-            case "build":
-                self._build(target)
-            case "drop":
-                found = schema.layouts(self._table.database)
-                if step.layout in found:  # otherwise another run has dropped it meanwhile
-                    self._update(ddl.dropped_layout(step.layout, found[step.layout]), found)
+            case "build" | "drop":
+                self._update(step)
             case "forget":
                 keys = KeySet(keys=[[step.layout.column]])
                 self._table.transact(_TAG, lambda transaction: transaction.delete(_TABLE, keys))
@@ -222,10 +212,9 @@ class Resharding:
 
     def _record(self, transaction: Transaction, step: Step, target: Layout) -> None:
         """Write the new state of a layout. The workers are read in the same transaction, so no heartbeat is missed."""
-        if step.state == RETIRED:
-            polled_by = _polled_by(transaction.query(WORKERS, {}))
-            if not all(target.column in columns for columns in polled_by.values()):
-                return  # a worker has started meanwhile; the next step waits for it
+        polled_by = _polled_by(transaction.query(WORKERS, {}))
+        if step.state == RETIRED and not all(target.column in columns for columns in polled_by.values()):
+            return  # a worker has started meanwhile; the next step waits for it
         rows = [(step.layout.column, step.layout.shards, step.state)]
         if step.kind == "begin":
             found = schema.layouts(self._table.database)
@@ -264,27 +253,26 @@ class Resharding:
                     return Change(former, target, each, aborts="aborts" in more)
         return None
 
-    def _build(self, target: Layout) -> None:
-        """Create what is missing. A schema update that an earlier run began continues on the server."""
-        found = schema.layouts(self._table.database)
-        column, *indexes = ddl.added_layout(target)
-        missing = [each for each in indexes if each.split()[2] not in found.get(target, {})]
-        if target not in found:
-            missing.insert(0, column)
-        if missing:
-            self._update(missing, found)
-        else:
-            time.sleep(FOLLOW.first)  # an index is not READ_WRITE yet
-
-    def _update(self, statements: list[str], found: Mapping[Layout, Mapping[str, str]]) -> None:
-        """Apply DDL to the layouts that were found.
+    def _update(self, step: Step) -> None:
+        """Add what a layout lacks, or drop it. A schema update that an earlier run began continues on the server.
 
         Spanner queues updates. If Spanner refuses this one because an earlier one has changed the layouts, such as that
         of an interrupted command, ignore the error: `run` chooses the next step from the new layouts.
         """
+        found = schema.layouts(self._table.database)
+        indexes = found.get(step.layout)
+        if step.kind == "drop":
+            statements = [] if indexes is None else ddl.dropped_layout(step.layout, indexes)
+        else:
+            column, *others = ddl.added_layout(step.layout)
+            missing = [each for each in others if each.split()[2] not in (indexes or {})]
+            statements = missing if indexes is not None else [column, *missing]
         try:
-            with schema.service_errors(self._table.name):
-                self._table.database.update_ddl(statements).result()
+            if statements:
+                with schema.service_errors(self._table.name):
+                    self._table.database.update_ddl(statements).result()
+            elif step.kind == "build":
+                time.sleep(FOLLOW.first)  # an index is not READ_WRITE yet
         except OutboxError:
             if schema.layouts(self._table.database) == found:
                 raise

@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ OPERATOR_ABORTED_SECONDS = 60.0
 #: Timeout of a locking query. A worker that publishes holds the locks for up to 5 s, and until its commit.
 OPERATOR_LOCK_SECONDS = 20.0
 
+_PARAMETER = re.compile(r"@(\w+)")
 _LOW = RequestOptions.Priority.PRIORITY_LOW
 SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
 
@@ -41,11 +43,6 @@ SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
 def _request(tag: str, seconds: float) -> dict[str, Any]:
     """Return the options of one read or query."""
     return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
-
-
-def _result(reader: Any, sql: str, values: Mapping[str, Any], tag: str, seconds: float) -> Any:
-    """Return the rows of one statement that a snapshot or a transaction runs."""
-    return reader.execute_sql(sql, **parameters(values), **_request(tag, seconds))
 
 
 def _user() -> str:
@@ -150,22 +147,28 @@ class TaskTable:
         self,
         statement: str,
         tag: str,
-        parameters: Mapping[str, Any] | None = None,
+        values: Mapping[str, Any] | None = None,
         *,
         at: datetime | None = None,
         seconds: float = QUERY_SECONDS,
     ) -> list[list[Any]]:
-        """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
-        with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
-            return list(_result(snapshot, self.layout.sql(statement), parameters or {}, self._tag or tag, seconds))
+        """Return the rows of one statement, read at the time `at`, or now. Takes no locks.
 
-    def strong_query(
-        self, statement: str, tag: str, parameters: Mapping[str, Any], *, seconds: float = SCAN_SECONDS
-    ) -> tuple[list[list[Any]], datetime]:
+        `values` has at least its parameters. Unless given, @now is `at`, and @shards are those of the table.
+        """
+        with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
+            return list(self._execute(snapshot, statement, tag, {"now": at, **(values or {})}, seconds))
+
+    def strong_query(self, statement: str, tag: str, values: Mapping[str, Any]) -> tuple[list[list[Any]], datetime]:
         """Return the rows of one statement, and the timestamp of the read. It sees the commits until then."""
         with self._errors(), self.database.snapshot() as snapshot:
-            result = _result(snapshot, self.layout.sql(statement), parameters, tag, seconds)
+            result = self._execute(snapshot, statement, tag, values, SCAN_SECONDS)
             return list(result), result.metadata.transaction.read_timestamp
+
+    def _execute(self, snapshot: Any, statement: str, tag: str, values: Mapping[str, Any], seconds: float) -> Any:
+        given = {"shards": list(self.shards), **values}
+        used = parameters({name: given[name] for name in _PARAMETER.findall(statement)})
+        return snapshot.execute_sql(self.layout.sql(statement), **used, **_request(self._tag or tag, seconds))
 
     def read(
         self, table: str, columns: Sequence[str], keys: Any, tag: str, *, seconds: float = QUERY_SECONDS
@@ -186,7 +189,7 @@ class TaskTable:
         # Begin at the empty name: a writer that bypasses the library may have inserted an empty Topic.
         begin = ""
         while complete_up_to is not None and (count is None or sum(name <= complete_up_to for name in topics) < count):
-            values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
+            values = {"from_topic": begin, "limit": TOPIC_ROWS}
             rows = self.query(operator_sql.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
             last, number = dict[int, str](), Counter[int]()
             for shard, topic, tasks in rows:
@@ -244,10 +247,10 @@ class Transaction:
         self.insert, self.insert_or_update = transaction.insert, transaction.insert_or_update
         self.delete = transaction.delete
 
-    def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
+    def query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
-        sql = self._layout.sql(statement)
-        return list(_result(self._transaction, sql, parameters, self._tag, OPERATOR_LOCK_SECONDS))
+        request = _request(self._tag, OPERATOR_LOCK_SECONDS)
+        return list(self._transaction.execute_sql(self._layout.sql(statement), **parameters(values), **request))
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""

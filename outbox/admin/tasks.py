@@ -4,16 +4,15 @@ import dataclasses
 import json
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
-from outbox.admin import error_groups, operator_sql
+from outbox.admin import operator_sql
 from outbox.admin.backlog import MAX_TOTAL, Backlog, count, range_limit, ranges_of
-from outbox.admin.changes import CHUNK, TaskSelection
-from outbox.admin.error_groups import ErrorCount
+from outbox.admin.selections import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.base.values import chunked
 from outbox.errors import SettingError
@@ -86,6 +85,28 @@ class BlockedHead:
     head: Task | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorCount:
+    """A number of unsent tasks with the same topic, state and error. If `at_least`, there may be more.
+
+    `error` is the LastError of one of them. `first` and `last` are when the first and the last of them were registered,
+    because the table has no times of failures.
+    """
+
+    topic: str
+    state: str
+    error: str | None
+    tasks: int
+    at_least: bool
+    first: datetime
+    last: datetime
+
+    @property
+    def part(self) -> str:
+        """Return the longest part of the error without IDs and numbers, which all of the tasks have."""
+        return max(operator_sql.error_group(self.error).split("#"), key=len).strip()
+
+
 #: Before the first task of a list, oldest and newest first.
 _BEGIN, _END = _Place(LONG_AGO), _Place(NEVER)
 
@@ -129,11 +150,17 @@ def find(
     )
 
 
-def count_errors(tasks: Sequence[Task], *, at_least: bool = False) -> list[ErrorCount]:
+def count_errors(tasks: Iterable[Task], *, at_least: bool = False) -> list[ErrorCount]:
     """Return the number of tasks with the same topic, state and error, highest first."""
-    names = ("LastError", "CreatedAt")
-    errors = ((task.columns["Topic"], task.state, *(task.columns[name] for name in names)) for task in tasks)
-    return error_groups.count(errors, at_least=at_least)
+    groups: dict[tuple[str, str, str], list[Task]] = defaultdict(list)
+    for task in tasks:
+        groups[task.columns["Topic"], task.state, operator_sql.error_group(task.columns["LastError"])].append(task)
+    counts = []
+    for (topic, state, _), found in groups.items():
+        times = [task.columns["CreatedAt"] for task in found]
+        error = found[0].columns["LastError"]
+        counts.append(ErrorCount(topic, state, error, len(found), at_least, min(times), max(times)))
+    return sorted(counts, key=lambda each: -each.tasks)
 
 
 def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:
@@ -162,7 +189,7 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     topics = [topic for topic, line in backlog.topics().items() if line.blocked]
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
     values = {"topics": topics, "ceiling": range_limit(ranges_of(table.shards, backlog.topics())), "limit": limit}
-    rows = reader.query(operator_sql.blocked_heads(", ".join(_COLUMNS)), **values)
+    rows = reader.query(operator_sql.blocked_heads(", ".join(_COLUMNS)), values)
     return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
 
 
@@ -187,7 +214,7 @@ class _Reader:
         ranges = ranges_of(self.table.shards, topics)
         ceiling = max(self.limit, range_limit(ranges, most))
         counting = operator_sql.compared(states, self.selection.names)
-        counts = (count(self.query, each, ranges, ceiling, **self.selection.values) for each in counting)
+        counts = (count(self.query, each, ranges, ceiling) for each in counting)
         return self.of_ranges(states, topics, ceiling), not any(full for _, full in counts)
 
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
@@ -195,7 +222,7 @@ class _Reader:
         names = self.selection.names
         order = {"newest": self.newest, "attempts": self.attempts}
         statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, **order)
-        return self._tasks(statement, self.selection.values | {"topics": topics, "ceiling": ceiling})
+        return self._tasks(statement, {"topics": topics, "ceiling": ceiling})
 
     def sent(self, state: str = "sent") -> list[Task]:
         """Search growing time windows, because there may be millions of sent, or cancelled, tasks."""
@@ -215,7 +242,7 @@ class _Reader:
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            first = [sent_at for (sent_at,) in self.query(_of_state(state, operator_sql.FIRST_SENT))]
+            first = [sent_at for (sent_at,) in self.query(_of_state(state, operator_sql.FIRST_SENT), {})]
             since = max(since, self.position.time, min(first, default=LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
@@ -223,15 +250,12 @@ class _Reader:
 
     def _tasks(self, statement: str, values: Mapping[str, Any]) -> list[Task]:
         after = dict(zip(("after", "after_created", "after_id"), dataclasses.astuple(self.position), strict=True))
-        rows = self.query(statement, **{**values, **after, "limit": self.limit})
-        return [_task(self.at, row) for row in rows]
+        return [_task(self.at, row) for row in self.query(statement, {**values, **after, "limit": self.limit})]
 
-    def query(self, statement: str, **values: Any) -> list[list[Any]]:
-        """Return the rows of a statement. Adds the shards, and the time if the statement has it."""
-        now = {"now": self.at} if "@now" in statement else {}
-        shards = {"shards": list(self.table.shards)} if "@shards" in statement else {}
-        used = {name: value for name, value in values.items() if f"@{name}" in statement}
-        return self.table.query(statement, "outbox-list", {**used, **now, **shards}, at=self.at, seconds=SCAN_SECONDS)
+    def query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
+        """Return the rows of a statement."""
+        given = {**self.selection.values, **values}
+        return self.table.query(statement, "outbox-list", given, at=self.at, seconds=SCAN_SECONDS)
 
 
 def _of_state(state: str, statement: str) -> str:

@@ -10,14 +10,16 @@ from typing import Any, TypeAlias
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import changes, operations, operator_sql
+from outbox.admin import operations, operator_sql, selections
 from outbox.admin.backlog import COUNT_LIMIT, Count, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.values import listed, topic_name
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import did_you_mean
 from outbox.table.controls import COLUMNS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
+from outbox.table.states import UNSENT
 
 _TAG = "outbox-topics"
 #: What a person must know before a route changes.
@@ -29,16 +31,15 @@ Difference: TypeAlias = Mapping[str, tuple[TopicControls | None, TopicControls |
 
 def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
     """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
-    values = {"topics": list(topics), "shards": list(table.shards)}
-    return {topic for (topic,) in table.query(operator_sql.TOPICS_WITH_UNSENT, _TAG, values)}
+    return {topic for (topic,) in table.query(operator_sql.TOPICS_WITH_UNSENT, _TAG, {"topics": list(topics)})}
 
 
 def sent_lately(table: TaskTable) -> set[str]:
     """Return the topics of tasks sent in the last minute. At most COUNT_LIMIT tasks of each shard are read."""
     now = table.now()
 
-    def query(statement: str, **values: Any) -> list[list[Any]]:
-        return table.query(statement, _TAG, values | {"now": now}, seconds=SCAN_SECONDS)
+    def query(statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
+        return table.query(statement, _TAG, {**values, "now": now}, seconds=SCAN_SECONDS)
 
     rows, _ = count(query, operator_sql.COUNT_SENT, ranges_of(table.shards), COUNT_LIMIT)
     return {row.topic for row in rows}
@@ -66,8 +67,16 @@ def preview(table: TaskTable, topic: str, values: Mapping[str, Any], *, exact: b
     """Check a change of one topic, and return what it would do. `force` does not ask Pub/Sub for the destination."""
     unchecked = None if force else check_destinations(table, [values.get("publish_to")])
     difference = change(table, "controls", [topic], values, dry_run=True)
-    is_routed = "publish_to" in values
-    return Preview(difference, changes.count_unsent(table, topic, exact=exact) if is_routed else None, unchecked)
+    return Preview(difference, _unsent(table, topic, exact=exact) if "publish_to" in values else None, unchecked)
+
+
+def _unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
+    """Return the number of unsent tasks of a topic, of all states."""
+    now = table.now()
+    counts = [
+        selections.count(table, TaskSelection(state=each, topic=topic, as_of=now), exact=exact) for each in UNSENT
+    ]
+    return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
 def check_destinations(

@@ -11,10 +11,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.admin import operator_sql
-from outbox.admin.reshard import POLLED
 from outbox.admin.table import TaskTable, read_before
 from outbox.base.values import json_object
-from outbox.table.ddl import MAX_SHARDS, Layout
+from outbox.table.ddl import MAX_SHARDS, POLLED, Layout
 
 _TAG = "outbox-workers"
 #: The time until the heartbeats tell who polls the shards of a worker that has just started or left. The others notice

@@ -15,10 +15,9 @@ from outbox.cli import (
     change_commands,
     operation_commands,
     schema_commands,
-    status_command,
+    status_commands,
     task_commands,
     topic_commands,
-    worker_commands,
 )
 from outbox.console import command as console_command
 from outbox.devtools import command as emulators_command
@@ -59,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_help, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     for module in (
-        emulators_command, schema_commands, status_command, task_commands, change_commands,
-        topic_commands, worker_commands, operation_commands, console_command,
+        emulators_command, schema_commands, status_commands, task_commands, change_commands, topic_commands,
+        operation_commands, console_command,
     ):  # fmt: skip
         module.add(commands)
     title = "print a completion script for bash, zsh or fish"

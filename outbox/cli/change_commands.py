@@ -10,11 +10,11 @@ from typing import Any
 from outbox import admin
 from outbox.admin import flags
 from outbox.base.values import counted, shown
-from outbox.cli import bulk
+from outbox.cli.operation_commands import DONE, execute, explain
 from outbox.errors import SettingError
 from outbox.program import logs
 from outbox.program.settings import MOMENT, one_of, resolved
-from outbox.program.terminal import SHOWN, as_json, confirm, note, say, shortened
+from outbox.program.terminal import CONFIRM_ABOVE, SHOWN, as_json, confirm, note, say, shortened
 from outbox.program.terminal import table as tabulated
 from outbox.table.states import CHANGED
 
@@ -97,9 +97,7 @@ def add(commands: Any) -> None:
             text = "Also send tasks whose ExpiresAt has passed."
             parser.add_argument("--include-expired", action="store_true", help=text)
         parser.add_argument("--dry-run", action="store_true", help="Only count the tasks by topic and error.")
-        text = (
-            f"Skip the confirmation. The command asks for more than {bulk.CONFIRM_ABOVE:,} tasks{ASKS.get(name, '')}."
-        )
+        text = f"Skip the confirmation. The command asks for more than {CONFIRM_ABOVE:,} tasks{ASKS.get(name, '')}."
         parser.add_argument("--yes", action="store_true", help=text)
         allowed = f"Allowed: {MOMENT.allowed}, as long as Spanner keeps versions (version_retention_period)"
         preview = "Change only tasks that also matched at this time (default now), such as that of a dry run. "
@@ -124,14 +122,14 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _preview(table, options, selection)
     # A resend has a max number of tasks.
-    count = admin.changes.count(table, selection, exact=options.command == "resend")
+    count = admin.selections.count(table, selection, exact=options.command == "resend")
     if not count.number and selection.ids is None:
         return _preview(table, options, selection)
     if count.number:
         _confirm(table, options, selection, count)
     code = _carry_out(table, options, selection, count.number)
     if selection.ids is None and options.command in ENDS_MATCH:
-        came = admin.changes.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+        came = admin.selections.count(table, dataclasses.replace(selection, as_of=None), exact=False)
         if came.number:
             note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
     return code
@@ -140,14 +138,14 @@ def run(options: argparse.Namespace) -> int:
 def _carry_out(
     table: "admin.table.TaskTable",
     options: argparse.Namespace,
-    selection: "admin.changes.TaskSelection",
+    selection: "admin.selections.TaskSelection",
     selected: int,
 ) -> int:
     if options.command == "cancel":
         logs.configure()
     name, id, author = options.command, admin.operations.new_id(), flags.author(options)
     outcomes = admin.changes.change(table, name, selection, author, id=id, selected=selected)
-    return bulk.execute(table, options, name, outcomes, id, author, total=selected, ids=selection.ids or ())
+    return execute(table, options, name, outcomes, id, author, total=selected, ids=selection.ids or ())
 
 
 def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
@@ -165,7 +163,7 @@ def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 def _selection(
     table: "admin.table.TaskTable", options: argparse.Namespace, ids: tuple[str, ...] | None
-) -> "admin.changes.TaskSelection":
+) -> "admin.selections.TaskSelection":
     """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
     name, of_cancel = options.command, None
     if name == "restore" and ids and len(ids) == 1:
@@ -180,17 +178,17 @@ def _selection(
         since = selection.since or of_cancel.started_at
         selection = dataclasses.replace(selection, operation=of_cancel.id, since=since)
     if name == "resend":
-        selection = admin.resend.checked(table, selection, options.to, options.rate, own=options.force)
+        selection = admin.changes.resend_to(table, selection, options.to, options.rate, own=options.force)
         if unchecked := admin.topics.check_destinations(table, [selection.to], otherwise=""):
             note(unchecked)
     return selection
 
 
 def _preview(
-    table: "admin.table.TaskTable", options: argparse.Namespace, selection: "admin.changes.TaskSelection"
+    table: "admin.table.TaskTable", options: argparse.Namespace, selection: "admin.selections.TaskSelection"
 ) -> int:
     """Print what a dry run finds, or why there is nothing to change. Return 1 if a task would be refused."""
-    found, at = admin.changes.preview(table, selection, options.command), selection.as_of
+    found, at = admin.selections.preview(table, selection, options.command), selection.as_of
     if options.json:
         groups = [{"topic": topic, "error": error, "tasks": number} for topic, error, number in found.groups]
         counts = {"tasks": found.tasks, "groups": groups, "refused": found.refused, "overtaken": found.overtaken}
@@ -198,7 +196,7 @@ def _preview(
     elif options.dry_run:
         say(f"{counted(found.tasks, 'task')} would {_effect(options, selection)}", *_groups(found))
     else:
-        say(f"{bulk.DONE[options.command]}: 0 tasks")
+        say(f"{DONE[options.command]}: 0 tasks")
     if found.tasks and at and not options.json:
         note(f"to change only tasks that are counted here, pass --as-of={shown(at)}")
     if found.overtaken:
@@ -207,10 +205,10 @@ def _preview(
         )
     if not found.tasks and not found.refused and selection.ids is None:
         flags.explain_none(table, selection, options)
-    return bulk.explain(options, options.command, found.refused)
+    return explain(options, options.command, found.refused)
 
 
-def _groups(found: "admin.changes.Preview") -> Iterator[str]:
+def _groups(found: "admin.selections.Preview") -> Iterator[str]:
     """Yield a table of the largest groups, if there are any."""
     rows = [(number, topic, shortened(error)) for topic, error, number in found.groups[:SHOWN]]
     if rows:
@@ -219,21 +217,21 @@ def _groups(found: "admin.changes.Preview") -> Iterator[str]:
         yield "..."
 
 
-def _effect(options: argparse.Namespace, selection: "admin.changes.TaskSelection") -> str:
+def _effect(options: argparse.Namespace, selection: "admin.selections.TaskSelection") -> str:
     return f"be published to {selection.to}" if selection.to else EFFECTS[options.command]
 
 
 def _confirm(
     table: "admin.table.TaskTable",
     options: argparse.Namespace,
-    selection: "admin.changes.TaskSelection",
+    selection: "admin.selections.TaskSelection",
     count: "admin.backlog.Count",
 ) -> None:
     """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""
     is_of_all = selection.ids is None and selection.topic is None and options.command in ASKS
     if is_of_all and not options.yes:
-        say(*_groups(admin.changes.preview(table, selection, options.command)), stream=sys.stderr)
-    if is_of_all or options.command == "cancel" or count.number > bulk.CONFIRM_ABOVE:
+        say(*_groups(admin.selections.preview(table, selection, options.command)), stream=sys.stderr)
+    if is_of_all or options.command == "cancel" or count.number > CONFIRM_ABOVE:
         confirm(f"{count} will {_effect(options, selection)}.", yes=options.yes)
 
 

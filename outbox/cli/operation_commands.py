@@ -1,17 +1,30 @@
-"""`outbox operations`: list the changes that operators made, and continue one."""
+"""Execute an operation on many tasks, and `outbox operations`: list the operations, and continue one.
+
+An operation shows its progress, stops between two transactions, reports, and prints how to continue.
+"""
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.base.values import counted, shown
-from outbox.cli import bulk
+from outbox.base.values import counted, shown, spoken
+from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.settings import one_of
-from outbox.program.terminal import as_json, note, say, shortened, table
+from outbox.program.signals import handled
+from outbox.program.terminal import Escaped, as_json, named, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
+from outbox.table.states import CANCELLED, STATES
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume,
@@ -30,6 +43,50 @@ process still works on the operation, one of them ends, and no task is changed t
     outbox operations continue 4f0c... --project my-project --instance main --database shop"""
 
 HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
+#: Seconds between two lines about the progress.
+PROGRESS_SECONDS = 10.0
+#: Characters of the progress bar.
+BAR = 30
+#: What has become of the tasks of each change.
+DONE = {
+    "retry": "due now", "resend": "published", "purge": "deleted", "cancel": "cancelled", "restore": "restored",
+}  # fmt: skip
+#: What an error leaves open, for each verb of a Report.
+_LAST_CHUNK = {
+    "changed": "The transaction in progress changed all of its tasks or none",
+    "published": "The tasks in progress may be published, and will be published again",
+}
+_STATES = (*STATES, CANCELLED, "expired")
+#: Why tasks are not changed, although they were named or matched at the preview.
+_REASONS = {
+    "missing": "not in the table",
+    "exists": "because a task with the same ID exists again",
+    "newcomer": "because they match only since the preview. Run the command again",
+}
+#: The same, if it is no error, for each change.
+_NO_ERROR = {
+    "retry": {
+        "pending": "because pending tasks need no retry",
+        "expired": "because ExpiresAt has passed; pass --include-expired to send expired tasks",
+        "blocked": "because blocked tasks wait for the head of their ordering key",
+    },
+    "restore": {"not_cancelled": "because they are in the table, restored before or never cancelled"},
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """The outcomes of all transactions together: the number of changed tasks, and why others are unchanged, by ID."""
+
+    #: What happens to the tasks.
+    verb: str
+    changed: int = 0
+    unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
+    heads: set[str] = dataclasses.field(default_factory=set)
+
+    def __str__(self) -> str:
+        """Return text such as `1,500 tasks changed so far`."""
+        return f"{counted(self.changed, 'task')} {self.verb} so far"
 
 
 def add(commands: Any) -> None:
@@ -65,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
             parsed = {"selection": each.selection, "published": each.published or "null"}
             say(as_json(each._asdict() | {name: admin.operations.parsed(text) for name, text in parsed.items()}))
     else:
-        say(f"as of {shown(now)}", _table(operations) if operations else "No operations.")
+        say(f"as of {shown(now)}", _listed(operations) if operations else "No operations.")
     for each in operations if not options.json else ():
         if each.operation in admin.operations.IN_CHUNKS and each.state(now) in ("stopped", "interrupted"):
             note(f"a {each.operation} is {each.state(now)}. To continue it, run: outbox operations continue {each.id}")
@@ -82,7 +139,7 @@ def run_continue(options: argparse.Namespace) -> int:
         admin.operations.proceed(task_table, options.id, author)
         outcomes = admin.changes.resume(task_table, options.id)
         left = (operation.selected or 0) - (operation.tasks or 0)
-        return bulk.execute(task_table, options, operation.operation, outcomes, options.id, author, total=left)
+        return execute(task_table, options, operation.operation, outcomes, options.id, author, total=left)
     if options.json:
         say(as_json(operation._asdict() | {"selection": admin.operations.parsed(operation.selection)}))
         return 0
@@ -94,10 +151,148 @@ def run_continue(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(operations: "Sequence[admin.operations.Operation]") -> str:
+def _listed(operations: "Sequence[admin.operations.Operation]") -> str:
     rows = [
         [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection),
          each.reason]
         for each in operations
     ]  # fmt: skip
     return table(HEADS, rows)
+
+
+def execute(  # noqa: PLR0917 - the operation, and how to show it
+    task_table: "admin.table.TaskTable",
+    options: argparse.Namespace,
+    name: str,
+    outcomes: "Iterator[admin.changes.Outcome]",
+    id: str,
+    author: "admin.operations.Author",
+    *,
+    total: int,
+    ids: Sequence[str] = (),
+) -> int:
+    """Execute the chunks of a recorded operation, and say what became of its tasks.
+
+    Print before, and in an error, how to continue it. Unless the record has all of the given `ids`, only the same
+    command can continue. Return 1 if a task was not changed.
+    """
+    again = flags.command_line("operations continue", id, **flags.place(options))
+    command = again if len(ids) <= admin.operations.RECORDED_IDS else "the same command again"
+    if total > admin.selections.CHUNK:
+        note(f"if the process is killed, continue with: {command}")
+    stop = functools.partial(admin.operations.stop, task_table, id, author)
+    report = carry_out(outcomes, command, stop, total=total, verb=_verb(name))
+    if options.json:
+        say(as_json({"operation": id, "tasks": report.changed, "unchanged": report.unchanged}))
+    else:
+        say(f"{DONE[name]}: {counted(report.changed, 'task')}")
+    if name == "cancel" and report.changed:
+        note(f"to take it back, run `outbox restore {id}`")
+    code = explain(options, name, Counter(report.unchanged.values()), report.unchanged)
+    if heads := sorted(report.heads - {*ids}):
+        note(f"retry the head of the ordering key, or cancel it: {named(heads)}")
+    return code
+
+
+def explain(
+    options: argparse.Namespace, name: str, numbers: Mapping[str, int], ids: Mapping[str, str] | None = None
+) -> int:
+    """Print why tasks are not changed, with their `numbers`. Return 1 if a reason is an error.
+
+    `ids` has the reason of each task after the change.
+    """
+    no_error = dict(_NO_ERROR.get(name, {}))
+    if vars(options).get("include_expired"):
+        no_error.pop("expired", None)
+    done = f"{'would not be' if vars(options).get('dry_run') else 'not'} {_verb(name)}"
+    for state, number in sorted(numbers.items()):
+        because = f"because of the flags or the state, which is {state}" if state in _STATES else state
+        names = [id for id, its in (ids or {}).items() if its == state]
+        why = (no_error | _REASONS).get(state, because)
+        note(f"{counted(number, 'task')} {done}, {why}{': ' if names else ''}{named(names)}")
+    return 1 if numbers.keys() - no_error.keys() else 0
+
+
+def _verb(name: str) -> str:
+    return "published" if name == "resend" else "changed"
+
+
+def carry_out(
+    outcomes: "Iterator[admin.changes.Outcome]",
+    continue_command: str,
+    record_stop: Callable[[], None] = lambda: None,
+    *,
+    total: int = 0,
+    verb: str = "changed",
+) -> Report:
+    """Run all transactions and return their outcomes. Record a stop by a signal.
+
+    Show the progress towards about `total` tasks as a bar at a terminal, and elsewhere by a line from time to time.
+
+    The first SIGINT or SIGTERM stops after the current transaction, a second one at once. The current transaction then
+    changes all of its tasks or none. Raises OutboxError after a signal, and the errors of a transaction. Their messages
+    contain the number of changed tasks and `continue_command`, the command that continues.
+    """
+    report = Report(verb)
+    with _stop_on_signals() as received, _progress(total) as show:
+        try:
+            for outcome in outcomes:
+                report.changed += len(outcome.changed)
+                report.unchanged |= outcome.unchanged
+                report.heads |= outcome.heads
+                show(report)
+                if received:
+                    break
+            else:
+                return report
+        except OutboxError as error:
+            raise type(error)(
+                f"{error}. {report}. {_LAST_CHUNK[verb]}. To continue, run: {continue_command}"
+            ) from error
+    record_stop()
+    name = signal.Signals(received[0]).name
+    raise OutboxError(f"stopped by {name}. {report}. To continue, run: {continue_command}")
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Report], None]]:
+    """Yield a function that shows the progress. At a terminal, the bar is gone after the block."""
+    if not (total and sys.stderr.isatty()):
+        next_line = time.monotonic() + PROGRESS_SECONDS
+
+        def show(report: Report) -> None:
+            nonlocal next_line
+            if time.monotonic() >= next_line:
+                note(str(report))
+                next_line = time.monotonic() + PROGRESS_SECONDS
+
+        yield show
+        return
+    begin = time.monotonic()
+
+    def draw(report: Report) -> None:
+        done = report.changed + len(report.unchanged)
+        part = min(done / total, 1.0)
+        left = (time.monotonic() - begin) * (1 / part - 1) if part else 0.0
+        bar = f"[{'#' * round(part * BAR):<{BAR}}] {done:,} of {total:,} tasks, {spoken(left)} left"
+        say(Escaped(f"\r{bar}\x1b[K"), stream=sys.stderr, end="")
+
+    try:
+        yield draw
+    finally:
+        say(Escaped("\r\x1b[K"), stream=sys.stderr, end="")
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """Yield a list to which the first SIGINT or SIGTERM is appended. A second one has its usual effect."""
+    received: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        handling.close()
+        os.write(sys.stderr.fileno(), b"\noutbox: stopping after the current transaction; repeat to stop at once\n")
+
+    with contextlib.ExitStack() as handling:
+        handling.enter_context(handled((signal.SIGINT, signal.SIGTERM), stop))
+        yield received

@@ -13,8 +13,8 @@ from outbox import admin
 from outbox.admin import flags, messages
 from outbox.base.schedules import FOLLOW
 from outbox.base.values import counted, shown, spoken
-from outbox.cli import error_tables
-from outbox.errors import OutboxError, PositionExpired
+from outbox.cli.status_commands import error_table, follow
+from outbox.errors import OutboxError
 from outbox.program.settings import MOMENT, resolved
 from outbox.program.signals import exit_on
 from outbox.program.terminal import as_json, by_field, cell, escaped, note, say, shortened, table, write
@@ -49,6 +49,8 @@ people can run it at once.
     outbox tail --project my-project --instance main --database shop
     outbox tail --topic orders --since 15m --json ..."""
 
+#: The states in which LastError is the reason for the state.
+FAILING = ("dead", "retrying")
 #: The columns that `tail --json` prints.
 SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", "Bytes")
 
@@ -110,7 +112,7 @@ def _note_holds(task_table: "admin.table.TaskTable", tasks: "Sequence[admin.task
     workers = admin.workers.live(task_table, at) if topics else []
     for topic in topics:
         is_paused = topic in controls and controls[topic].paused
-        if hold := admin.problems.hold(workers, topic, at, is_paused=is_paused):
+        if hold := admin.status.hold(workers, topic, at, is_paused=is_paused):
             note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 
 
@@ -118,11 +120,9 @@ def _tables(tasks: "Sequence[admin.tasks.Task]") -> Iterator[str]:
     """Yield the table, and the errors if several tasks have the same."""
     if tasks:
         yield _table(tasks)
-    counts = admin.tasks.count_errors(
-        [task for task in tasks if task.state in error_tables.FAILING and task.columns["LastError"]]
-    )
+    counts = admin.tasks.count_errors([task for task in tasks if task.state in FAILING and task.columns["LastError"]])
     if any(count.tasks > 1 for count in counts):
-        yield from ("", error_tables.text(counts))
+        yield from ("", error_table(counts))
 
 
 def _table(tasks: "Sequence[admin.tasks.Task]") -> str:
@@ -159,8 +159,8 @@ def run_show(options: argparse.Namespace) -> None:
         raise OutboxError(f"task {id!r} does not exist{why if len(id) >= flags.MIN_PREFIX else ''}")
     message = task.message
     data = task.columns["Data"] if message is None else message.data
-    as_retried = admin.changes.TaskSelection(ids=(id,))
-    if task.state == "blocked" and admin.changes.count(task_table, as_retried, exact=True).number:
+    as_retried = admin.selections.TaskSelection(ids=(id,))
+    if task.state == "blocked" and admin.selections.count(task_table, as_retried, exact=True).number:
         note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
     _note_holds(task_table, [task], task.as_of)
     if task.state == CANCELLED:
@@ -227,19 +227,7 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
     flags.check_window(since, now + timedelta(microseconds=1))
     note(f"following from {shown(since)}. Press Ctrl-C to stop")
     sent = SentTasks(task_table, Position(since), options.topic)
-    succeeded = failed = False
-    while True:
-        try:
-            page = sent.page()
-        except OutboxError as error:
-            if not succeeded or isinstance(error, PositionExpired):
-                raise  # probably permanent, such as a missing table
-            if not failed:
-                note(f"{error}. Retrying; no task will be missed")
-            failed = True
-            time.sleep(FOLLOW.first)
-            continue
-        succeeded, failed = True, False
+    for page in follow(sent.page, FOLLOW.first, "; no task will be missed"):
         for row in page.rows:
             say(_sent_line(row, options))
         sent.position = page.end

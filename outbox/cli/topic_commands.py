@@ -9,11 +9,10 @@ from typing import Any
 from outbox import admin
 from outbox.admin import flags
 from outbox.base.values import counted, json_value, topic_name
-from outbox.cli import bulk
-from outbox.cli.status_command import fields, listing, read_noted
+from outbox.cli.status_commands import fields, listing, read_noted
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
-from outbox.program.terminal import Escaped, as_json, by_field, confirm, escaped, named, note, say
+from outbox.program.terminal import CONFIRM_ABOVE, Escaped, as_json, by_field, confirm, escaped, named, note, say
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 
 PAUSE_DESCRIPTION = """\
@@ -163,7 +162,7 @@ def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: 
         if unsent:
             say(f"{unsent} of {topic} would be published to {to}")
         return
-    if unsent and unsent.number > bulk.CONFIRM_ABOVE:
+    if unsent and unsent.number > CONFIRM_ABOVE:
         confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
     _report(
         admin.topics.change(table, "controls", [topic], values, flags.author(options)),

@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from outbox import admin
 from outbox.admin import flags
-from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author, Operation
+from outbox.admin.selections import TaskSelection
 from outbox.admin.tasks import Task
 from outbox.base.values import shown
 from outbox.console.roles import Refused, Role
@@ -125,7 +125,7 @@ class Action:
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
         selection = self._selection(visit, now)
-        found = admin.changes.preview(visit.console.table, selection, self.name)
+        found = admin.selections.preview(visit.console.table, selection, self.name)
         return render(
             visit,
             "acting",
@@ -148,7 +148,7 @@ class Action:
         if is_destructive:
             _check_typed(visit, count)
         # It also fails if Spanner no longer keeps the versions of the preview.
-        seen = admin.changes.count(visit.console.table, selection, exact=is_destructive)
+        seen = admin.selections.count(visit.console.table, selection, exact=is_destructive)
         if is_destructive and seen.number != count:
             raise Refused(400, "The number is not that of the preview", "Open the preview again.")
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
@@ -200,7 +200,7 @@ class Resend(Action):
         most = checked(flags.RATE, rate, "rate") if rate else None
         try:
             to, own = visit.form.get("to", "").strip(), "force" in visit.form
-            selection = admin.resend.checked(table, selection, to, most, own=own)
+            selection = admin.changes.resend_to(table, selection, to, most, own=own)
             admin.topics.check_destinations(table, [selection.to], otherwise="")
         except NotReached:
             raise

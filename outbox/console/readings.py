@@ -8,20 +8,16 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from outbox import admin
-from outbox.admin.backlog import Backlog
-from outbox.admin.error_groups import ErrorCount
+from outbox.admin import status
 from outbox.admin.history import History
 from outbox.admin.operations import NotContinued, Operation
-from outbox.admin.problems import Problem
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import BlockedHead
 from outbox.base.schedules import OPERATION
 from outbox.errors import NotReached, OutboxError
 from outbox.program.terminal import escaped
-from outbox.table.controls import TopicControls
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
@@ -31,18 +27,11 @@ _log = logging.getLogger("outbox")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Status:
+class Status(status.Status):
     """What `outbox status`, `workers` and `operations` print, read together."""
 
-    backlog: Backlog
     history: History
-    controls: Mapping[str, TopicControls]
-    orphans: Sequence[int] | None
-    errors: Sequence[ErrorCount]
-    blocked: Sequence[BlockedHead]
     operations: Sequence[Operation]
-    reshard: str | None
-    problems: Sequence[Problem]
 
     def topics(self) -> list[str]:
         """Return the topics: first those with a problem, then those with most unsent tasks, and then by name."""
@@ -106,26 +95,11 @@ class Shared:
 def read_status(table: TaskTable, last: Status | None) -> Status:
     """Read what the pages show without a selection. Raises NotReached, OutboxError."""
     backlog = admin.backlog.read(table)
-    progress = admin.reshard.Resharding(table).progress()
-    controls = table.controls()
-    orphans = admin.workers.shards_without_worker(table, backlog.workers, backlog.as_of)
-    blocked = admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.everything.blocked else ()
+    found = status.read(table, backlog, HEADS)
     return Status(
-        backlog=backlog,
+        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
         history=admin.history.read(table, backlog, last.history if last else None),
-        controls=controls,
-        orphans=orphans,
-        errors=admin.tasks.errors(table, backlog),
-        blocked=blocked,
         operations=admin.operations.latest(table, OPERATIONS, views=False, at=backlog.as_of),
-        reshard=progress[0].describe(progress[1]) if progress else None,
-        problems=admin.problems.find(
-            backlog,
-            orphans=orphans,
-            controls=controls,
-            paused_by=admin.problems.pauses(table, backlog),
-            blocked=blocked,
-        ),
     )
 
 

@@ -11,10 +11,10 @@ from opentelemetry.trace import format_trace_id
 from starlette.responses import RedirectResponse, Response
 
 from outbox import admin, observing
-from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import MIN_PREFIX
 from outbox.admin.messages import SHOWN_BYTES, readable
 from outbox.admin.operations import Operation
+from outbox.admin.selections import TaskSelection
 from outbox.admin.tasks import Page, Task
 from outbox.console.operation_pages import ACTIONS, FILTERS, command_of, is_hopeless, selection_of
 from outbox.console.roles import Refused, Role

@@ -26,6 +26,8 @@ _DISCARD = Path(os.devnull)
 FAILED, INTERRUPTED = 1, 130
 #: Max names, rows or findings of one kind that a message shows, and max characters of a text in a table.
 SHOWN, CHARACTERS = 10, 80
+#: Commands ask for confirmation above this number of tasks.
+CONFIRM_ABOVE = 1_000
 _BARS, _PLAIN_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", "_.:-=+*#"
 _BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 

@@ -22,6 +22,8 @@ from typing import Any
 
 COLUMN = "Shard"
 MAX_SHARDS = 1000
+#: States of a layout in AsynchronousTaskShards.
+BUILDING, POLLED, RETIRED = "building", "polled", "retired"
 #: What a new database gets unless a user chooses otherwise.
 DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 #: Ten years. A row deletion policy counts days.

@@ -26,9 +26,9 @@ from google.cloud.spanner_v1.types import ResultSetStats
 from google.pubsub_v1 import PubsubMessage
 
 import outbox
-from outbox.admin import backlog, changes, tasks
+from outbox.admin import backlog, changes, selections, tasks
 from outbox.admin import topics as topic_controls
-from outbox.admin.changes import TaskSelection
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.terminal import Escaped, as_json, complain, confirm, say, table
@@ -252,7 +252,7 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
     backlog.read(table), backlog.oldest_ages(table)
     for state in ("pending", "retrying", "dead", "sent"):
         tasks.find(table, [state])
-        changes.count(table, TaskSelection(state=state), exact=False)
+        selections.count(table, TaskSelection(state=state), exact=False)
     list(changes.change(table, "retry", TaskSelection(state="dead")))
     tasks.task(table, ids[0] if ids else "none"), tasks.beginning_with(table, ["a"], 3)
     return list(profiled.values())

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from outbox.admin.resend import Message, Send
+from outbox.admin.changes import Message, Send
 from outbox.base.schedules import OUTAGE_PROBE
 from outbox.errors import NotReached, OutboxError
 from outbox.program.channels import create_topic_command, open_pubsub
@@ -26,7 +26,7 @@ def opened(settings: PubSubSettings, topic: str) -> Send:
 
 
 def send(publisher: PubSubPublisher, topic: str, messages: Sequence[Message]) -> Mapping[str, str]:
-    """Publish all messages, and return why Pub/Sub refuses some of them, by ID. See `outbox.admin.resend.Send`.
+    """Publish all messages, and return why Pub/Sub refuses some of them, by ID. See `outbox.admin.changes.Send`.
 
     After a failure, it goes on with the first message of each key that is not published. So it skips only messages that
     are refused for what they contain.

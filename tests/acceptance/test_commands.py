@@ -14,7 +14,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, tasks
-from outbox.cli import bulk, error_tables
+from outbox.cli import change_commands, status_commands
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl, schema
 from tests.support.commands import HOUR, SECONDS, TRACE, Commands, control_codes, here, row, table
@@ -129,7 +129,7 @@ DAY = timedelta(days=1)
 
 def test_a_retry_of_many_tasks_asks_first(outbox: Commands, database: Database):
     insert(database, [row(f"{n}", "dead") for n in range(3)])
-    with mock.patch.object(bulk, "CONFIRM_ABOVE", 2):
+    with mock.patch.object(change_commands, "CONFIRM_ABOVE", 2):
         many = outbox.here("retry", "--state", "dead", "--topic", "orders")
     assert (many.code, "Pass --yes to confirm: 3 tasks will become due now" in many.stderr) == (2, True)
 
@@ -186,7 +186,7 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
         [row(f"dead-{n}", "dead", LastError=f"error {'ab'[n % 2]}") for n in range(5)] + [row("r", "retrying")],
     )
     monkeypatch.setattr(tasks, "ERRORS_READ", 4)
-    monkeypatch.setattr(error_tables, "SHOWN", 2)
+    monkeypatch.setattr(status_commands, "SHOWN", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
     assert lines[3] == "... and 1 more"

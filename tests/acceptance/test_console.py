@@ -157,7 +157,7 @@ def fill(database: Database) -> None:
     insert(database, [*rows, row("long", Topic=long), row("markup", Topic="<script>alert(1)</script>")])
     table, author = TaskTable(opened(database)), admin.operations.Author("jane@example.com", long)
     admin.changes.begin(
-        table, "retry", admin.changes.TaskSelection(state="dead", topic=long), author, id=STOPPED, selected=9
+        table, "retry", admin.selections.TaskSelection(state="dead", topic=long), author, id=STOPPED, selected=9
     )
     admin.operations.stop(table, STOPPED, author)
 
@@ -393,7 +393,7 @@ def test_live_update_keeps_focus_and_selection(database: Database, browser: Brow
 @pytest.mark.extended
 def test_an_operation_that_ends_can_no_longer_be_stopped(database: Database, browser: Browser) -> None:
     table, author = TaskTable(opened(database)), admin.operations.Author("jane")
-    selection = admin.changes.TaskSelection(state="dead", topic="orders")
+    selection = admin.selections.TaskSelection(state="dead", topic="orders")
     with gated_console(opened(database)) as gate, tab(browser, gate.address) as page:
         admin.changes.begin(table, "retry", selection, author, id=STOPPED, selected=0)
         page.goto(f"/operation?id={STOPPED}")

@@ -19,10 +19,10 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import aio, inbox
-from outbox.admin import changes, operations
+from outbox.admin import changes, operations, selections
 from outbox.admin import table as admin_table
-from outbox.admin.changes import TaskSelection
 from outbox.admin.reshard import Resharding
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.values import json_texts
 from outbox.errors import OutboxError
@@ -57,7 +57,7 @@ def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callab
     elif request.param == "operator":
 
         def cancelled(*ids: str) -> list[bool]:
-            selection = TaskSelection(state=changes.ANY_UNSENT, ids=ids)
+            selection = TaskSelection(state=selections.ANY_UNSENT, ids=ids)
             [outcome] = changes.change(TaskTable(database), "cancel", selection)
             return [id in outcome.changed for id in ids]
 

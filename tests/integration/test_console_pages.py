@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from outbox import admin
 from outbox.admin import backlog
-from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.console import application, readings
 from outbox.console.application import routes

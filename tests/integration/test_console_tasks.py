@@ -10,9 +10,9 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox.admin import backlog, changes, operations, topics
-from outbox.admin.changes import TaskSelection
+from outbox.admin import backlog, changes, operations, selections, topics
 from outbox.admin.operations import Author
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
 from outbox.console import readings, task_pages
@@ -121,7 +121,7 @@ def test_a_person_stops_and_continues_an_operation(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """In another console than the one that executes it, as after a crash. The pages show the progress."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
+    monkeypatch.setattr(selections, "CHUNK", 2)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(20)])
     jane, john = console(database), console(database, person="john@example.com")
     changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane@example.com", "why"), id=ID, selected=20)
@@ -166,7 +166,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     """Meanwhile the pages say so, and keep the last figures with their age. No task is changed twice."""
     monkeypatch.setattr(readings, "OPERATION", Schedule(0.05, 0.05))
     monkeypatch.setattr(readings, "FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(changes, "CHUNK", 1)
+    monkeypatch.setattr(selections, "CHUNK", 1)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(10)])
     jane = console(database)
     assert jane.get("/operations").status_code == 200

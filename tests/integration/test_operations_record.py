@@ -16,10 +16,11 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes, operations, resend, topics
-from outbox.admin.changes import Outcome, TaskSelection
+from outbox.admin import changes, operations, selections, topics
+from outbox.admin.changes import Outcome
 from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
 from outbox.admin.reshard import Resharding
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError, SettingError
@@ -51,8 +52,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "CHUNK", 3)
-    monkeypatch.setattr(changes, "PAGE", 4)
+    monkeypatch.setattr(selections, "CHUNK", 3)
+    monkeypatch.setattr(selections, "PAGE", 4)
 
 
 def fill(database: Database, columns: dict[str, Any]) -> None:
@@ -87,7 +88,7 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(  # noqa:
     fill(database, columns)
     if name == "restore":
         list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(NAMES))))
-    begin(table, resend.checked(table, selection, to.topic) if name == "resend" else selection, name)
+    begin(table, changes.resend_to(table, selection, to.topic) if name == "resend" else selection, name)
     done: list[str] = []
     for chunks in (1, 2, 4, 100):
         process = changes.resume(TaskTable(opened(database)), ID)
@@ -141,7 +142,7 @@ def test_processes_that_continue_one_operation_share_its_chunks_once(
 ):
     """The one that comes second with a chunk ends, as does that of a stopped operation. Each task counts once."""
     fill(database, DEAD if name == "retry" else {"SentAt": PAST})
-    begin(table, TaskSelection(state="dead") if name == "retry" else resend.checked(table, SENT, to.topic), name)
+    begin(table, TaskSelection(state="dead") if name == "retry" else changes.resend_to(table, SENT, to.topic), name)
     first, second = changes.resume(table, ID), changes.resume(TaskTable(opened(database)), ID)
     done = list(next(first).changed)
     with pytest.raises(NotContinued, match="continued by another process"):
@@ -307,8 +308,8 @@ TASKS = {
 
 
 def begun(table: TaskTable, to: Subscription, selection: TaskSelection = SENT, **more: Any) -> str:
-    found = resend.checked(table, selection, to.topic, **more)
-    assert changes.begin(table, "resend", found, JANE, id=ID, selected=changes.preview(table, found).tasks)
+    found = changes.resend_to(table, selection, to.topic, **more)
+    assert changes.begin(table, "resend", found, JANE, id=ID, selected=selections.preview(table, found).tasks)
     return ID
 
 
@@ -339,14 +340,13 @@ def test_ids_that_cannot_be_published_are_named_and_the_others_go(
     insert(database, [row("b", SentAt=PAST, OrderingKey="k"), row("again", SentAt=PAST)])
     insert(database, [row("a", SentAt=PAST, Data=serialized(b"data", attributes={"n": "1"}))])
     selection = TaskSelection(state="sent", ids=("gone", "a", "unsent", "broken", "b", "again"), until=table.now())
-    found = resend.checked(table, selection, to.topic)
-    assert changes.preview(table, found).refused == {"missing": 1, "pending": 1}
+    found = changes.resend_to(table, selection, to.topic)
+    assert selections.preview(table, found).refused == {"missing": 1, "pending": 1}
     begun(table, to, selection)
     update(database, "again", SentAt=COMMIT_TIMESTAMP)
     outcomes = list(changes.resume(table, ID))
     unchanged = {id: why.split(":")[0] for outcome in outcomes for id, why in outcome.unchanged.items()}
-    assert unchanged == {"unsent": "unsent", "again": resend.EXCLUDED, "broken": "undecodable"}
-    assert [id for outcome in outcomes for id in outcome.missing] == ["gone"]
+    assert unchanged == {"unsent": "unsent", "again": changes.EXCLUDED, "broken": "undecodable", "gone": "missing"}
     a, b = sorted(to.drain(), key=lambda each: str(each.attributes[TASK_ID_ATTRIBUTE]))
     assert (a.data, dict(a.attributes)) == (b"data", {"n": "1", TASK_ID_ATTRIBUTE: "a"})
     assert (b.attributes[TASK_ID_ATTRIBUTE], b.ordering_key) == ("b", "k")
@@ -374,7 +374,7 @@ def test_the_rate_limits_tasks_per_second(
     """Also of a process that continues. A chunk has at most the tasks of a second."""
     insert(database, [row(f"{n}", SentAt=PAST, OrderingKey="k") for n in range(6)])
     waits: list[float] = []
-    monkeypatch.setattr(resend, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+    monkeypatch.setattr(changes, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     outcomes: list[Outcome] = [*itertools.islice(changes.resume(table, begun(table, to, rate=2)), 1)]
     outcomes += changes.resume(table, ID)
     assert [len(outcome.changed) for outcome in outcomes] == [2, 2, 2]
@@ -396,8 +396,8 @@ def test_a_resend_that_makes_no_sense_is_refused(
     with database.batch() as batch:
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "PublishTo"), [("orders", False, "orders-v2")])
     with pytest.raises(SettingError, match=sentence):
-        resend.checked(table, selection, topic)
-    assert resend.checked(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
+        changes.resend_to(table, selection, topic)
+    assert changes.resend_to(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
 
 
 @pytest.mark.extended

@@ -21,8 +21,8 @@ from starlette.testclient import TestClient
 import outbox
 from outbox import reading
 from outbox.admin import backlog, tasks
-from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import TEXT
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
 from outbox.base.values import MAX_ID_CHARACTERS

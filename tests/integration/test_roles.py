@@ -11,8 +11,8 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import inbox
-from outbox.admin import backlog, changes, operations, tasks, topics, workers
-from outbox.admin.changes import TaskSelection
+from outbox.admin import backlog, changes, operations, selections, tasks, topics, workers
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.reading import Position, SentTasks
 from outbox.table import ddl, schema
@@ -163,10 +163,10 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     backlog.oldest_ages(table), operations.latest(table, 1), table.controls(), topics.unknown(table, ["a"])
     tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
     tasks.find(table, [CANCELLED]), tasks.task(table, "none", data=False)
-    changes.preview(table, TaskSelection(state=CANCELLED), "restore")
+    selections.preview(table, TaskSelection(state=CANCELLED), "restore")
     tasks.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
     (
-        changes.count(table, TaskSelection(ids=("dead",)), exact=True),
+        selections.count(table, TaskSelection(ids=("dead",)), exact=True),
         workers.shards_without_worker(table, [], table.now()),
     )
     found = tasks.task(table, "dead", data=False)

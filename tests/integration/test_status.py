@@ -13,7 +13,7 @@ from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes
+from outbox.admin import backlog, selections
 from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
@@ -41,8 +41,10 @@ from tests.support.operations import (
 class Later(TaskTable):
     """Uses a given time as now but reads current rows, so that rows can lie on a boundary."""
 
-    def query(self, *arguments: Any, at: datetime | None = None, **keywords: Any) -> list[list[Any]]:
-        return super().query(*arguments, **keywords)
+    def query(
+        self, statement: str, tag: str, values: Any = None, *, at: datetime | None = None, **more: Any
+    ) -> list[list[Any]]:
+        return super().query(statement, tag, {"now": at, **(values or {})}, **more)
 
 
 def numbers(line: Line) -> dict[str, int]:
@@ -309,7 +311,7 @@ def test_errors_that_differ_only_in_ids_and_numbers_are_one_group(database: Data
     found = [(each["error"] in errors, each["tasks"]) for each in status["errors"] if each["state"] == "dead"]
     assert found == [(True, 4), (False, 1)]
     for narrowed in ({"state": "dead"}, {"ids": ("d0", "d1", "d2", "d3", "d4")}):
-        groups = changes.preview(TaskTable(database), changes.TaskSelection(**narrowed)).groups
+        groups = selections.preview(TaskTable(database), selections.TaskSelection(**narrowed)).groups
         assert [number for *_, number in groups] == [4, 1]
 
 

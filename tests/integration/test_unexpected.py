@@ -14,8 +14,8 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operations, reshard, tasks, topics
-from outbox.admin.changes import TaskSelection
+from outbox.admin import backlog, changes, operations, reshard, selections, tasks, topics
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
@@ -58,7 +58,7 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "list": tasks.find,
     "show": lambda table: tasks.task(table, "0"),
     "tail": lambda table: SentTasks(table, Position(PAST), None).page(),
-    "count": lambda table: changes.count(table, selected("dead"), exact=True),
+    "count": lambda table: selections.count(table, selected("dead"), exact=True),
     "retry": lambda table: list(changes.change(table, "retry", selected("dead"))),
     "retry ids": lambda table: list(changes.change(table, "retry", TaskSelection(ids=("1",)))),
     "purge": lambda table: list(changes.change(table, "purge", selected("sent"))),

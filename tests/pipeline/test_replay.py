@@ -14,7 +14,7 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
 
 import outbox
-from outbox.admin import changes, operations
+from outbox.admin import changes, operations, selections
 from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
@@ -120,7 +120,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
     case.insert([*twins, *of_key, *stay])
     before = case.rows()
     watch = Watch(case.database)
-    [_] = changes.change(watch.table, "retry", changes.TaskSelection(ids=("retry1", "retry2")))
+    [_] = changes.change(watch.table, "retry", selections.TaskSelection(ids=("retry1", "retry2")))
     caplog.set_level("INFO", "outbox_pipeline")
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
     done = case.replay(where=where, until="0s", reason="the report lost a day")

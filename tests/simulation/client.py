@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
-from outbox.admin import cancelled, changes, operator_sql
-from outbox.admin.changes import TaskSelection
+from outbox.admin import changes, operator_sql
+from outbox.admin.selections import Row, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import ABORTED
 from outbox.base.values import json_texts
@@ -106,11 +106,11 @@ class Work:
             while (heads := self.table.next_of_keys(values["ids"])) != [row.id for row in self._lock(heads)]:
                 pass
             return [[id] for id in heads]
-        if statement == cancelled.KEPT:
+        if statement == changes.KEPT:
             return self._kept(values["ids"])
         rows, now = self._lock(values["ids"]), self.table.time()
-        if statement == cancelled.MOVED:
-            return [[_value(row, name) for name in cancelled.COLUMNS] for row in rows]
+        if statement == changes.TO_MOVE:
+            return [[_value(row, name) for name in changes.COLUMNS] for row in rows]
         if self._selection and self._selection.state == CANCELLED:
             kept = self._spanner.others[CANCELLED_TABLE]
             return [self._cancelled(kept[id,], now) for id in values["ids"] if (id,) in kept]
@@ -130,7 +130,7 @@ class Work:
         self.states[row.id] = state
         values |= {"state": state, "matches": matches(self._selection, row, now)}
         values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
-        return [values[name] for name in changes._Row._fields]
+        return [values[name] for name in Row._fields]
 
     def _cancelled(self, row: Mapping[str, Any], now: datetime) -> list[Any]:
         """Return what `operator_sql.by_ids` selects of a cancelled task."""
@@ -138,13 +138,13 @@ class Work:
         values = {attribute(name): value for name, value in row.items()} | {"now": now, "error": None}
         values |= {"state": CANCELLED, "bytes": len(row["Data"])}
         values["matches"] = row["OperationId"] == self._selection.operation
-        return [values[name] for name in changes._Row._fields]
+        return [values[name] for name in Row._fields]
 
     def _kept(self, ids: Sequence[str]) -> list[list[Any]]:
-        """Return what `cancelled.KEPT` selects."""
+        """Return what `changes.KEPT` selects."""
         self._lock(ids)
         rows, now = [self._spanner.others[CANCELLED_TABLE][id,] for id in ids], self.table.time()
-        return [[*(row[name] for name in (*cancelled.COLUMNS, "OperationId")), now] for row in rows]
+        return [[*(row[name] for name in (*changes.COLUMNS, "OperationId")), now] for row in rows]
 
     def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
         if table == TABLE:

@@ -18,7 +18,7 @@ from google.cloud.spanner_v1 import KeySet
 import outbox
 from outbox import reading
 from outbox.admin import changes, operator_sql
-from outbox.admin.changes import TaskSelection
+from outbox.admin.selections import TaskSelection
 from outbox.errors import OutboxError
 from outbox.reading import Reader, SentTask, SentTasks
 from outbox.registration import TABLE

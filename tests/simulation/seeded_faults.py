@@ -212,7 +212,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a worker goes on after an outage": (
         Worker, "_note_outage", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
-    "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
+    "workers that do not poll the new layout are waited for": (
+        Snapshot, "workers",
+        lambda real: lambda self, layout, *, polling: real(self, layout, polling=True) if polling else (),
+    ),
     "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
     "a topic with an invalid route waits": (
         availability, "problems", lambda real: lambda row: {} if row.publish_to else real(row)
@@ -272,12 +275,12 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         lambda real: classmethod(lambda _class, row: replace(real(row), id="", sequence=0))
     ),
     "a task that was published before its cancel is restored as sent": (
-        "restores", "outbox.admin.cancelled", "_published",
+        "restores", "outbox.admin.changes", "_published",
         lambda real: lambda *a: {id: {} for id in real(*a)}  # it reads them: the audit judges by what was read
     ),
     "a cancel releases the next task": ("blocked keys", "tests.simulation.table.Table", "next_of_keys", always([])),
     "a change of many tasks compares their states": (
-        "blocked keys", "outbox.admin.changes", "_as_seen", lambda _: lambda row, _seen: row._replace(matches=True)
+        "blocked keys", "outbox.admin.changes", "_examined", lambda _: lambda row, *_seen: row._replace(matches=True)
     ),
 }  # fmt: skip
 

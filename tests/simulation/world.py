@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from outbox.admin import changes
+from outbox.admin import selections
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import Layout
@@ -393,7 +393,7 @@ def quiet() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("publishworker", "outbox"):
             stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
-        stack.enter_context(mock.patch.multiple(changes, CHUNK=CHUNK, PAGE=2 * CHUNK))
+        stack.enter_context(mock.patch.multiple(selections, CHUNK=CHUNK, PAGE=2 * CHUNK))
         yield
 
 

@@ -25,7 +25,7 @@ from unittest import mock
 from google.cloud.spanner_v1.database import Database
 
 from outbox import cli
-from outbox.admin.changes import TaskSelection
+from outbox.admin.selections import TaskSelection
 from outbox.base.values import shown
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators

@@ -13,8 +13,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes
-from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.values import topic_name
 from outbox.message import build

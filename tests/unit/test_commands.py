@@ -25,7 +25,7 @@ from outbox import admin, cli
 from outbox.admin import history
 from outbox.admin.changes import Outcome
 from outbox.admin.flags import full_ids, ids, selection
-from outbox.cli import bulk, status_command, task_commands
+from outbox.cli import operation_commands, status_commands, task_commands
 from outbox.errors import NotReached, OutboxError, PositionExpired, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.terminal import as_json
@@ -311,7 +311,7 @@ GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
 
 def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
     for number, size in enumerate(changed):
-        yield Outcome(tuple(f"{number}-{place}" for place in range(size)), {}, ())
+        yield Outcome(tuple(f"{number}-{place}" for place in range(size)), {})
         if isinstance(then, Exception):
             raise then
         if then and number == 0:
@@ -321,12 +321,12 @@ def outcomes(*changed: int, then: Any = None) -> Iterator[Outcome]:
 @pytest.mark.parametrize(
     ("outcome", "code", "output"),
     [
-        (Outcome(("x",), {}, ()), 0, ""),
-        (Outcome((), {"a": "pending"}, ()), 0, "1 task not changed, because pending tasks need no retry: a"),
-        (Outcome((), {"b": "sent"}, ()), 1, "1 task not changed, because of the flags or the state, which is sent: b"),
-        (Outcome((), {}, ("c\x1b",)), 1, "1 task not changed, not in the table: c\\x1b"),
+        (Outcome(("x",), {}), 0, ""),
+        (Outcome((), {"a": "pending"}), 0, "1 task not changed, because pending tasks need no retry: a"),
+        (Outcome((), {"b": "sent"}), 1, "1 task not changed, because of the flags or the state, which is sent: b"),
+        (Outcome((), {"c\x1b": "missing"}), 1, "1 task not changed, not in the table: c\\x1b"),
         (
-            Outcome((), {}, (*"0123456789ab",)),
+            Outcome((), dict.fromkeys("0123456789ab", "missing")),
             1,
             "12 tasks not changed, not in the table: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
         ),
@@ -336,9 +336,9 @@ def test_tasks_that_were_not_changed_are_explained(
     outcome: Outcome, code: int, output: str, capsys: pytest.CaptureFixture[str]
 ):
     """A missing task or a wrong state is a failure. A task that needs no change is not."""
-    report = bulk.carry_out(iter([outcome]), GO_ON)
+    report = operation_commands.carry_out(iter([outcome]), GO_ON)
     numbers = Counter(report.unchanged.values())
-    assert bulk.explain(argparse.Namespace(), "retry", numbers, report.unchanged) == code
+    assert operation_commands.explain(argparse.Namespace(), "retry", numbers, report.unchanged) == code
     assert report.changed == len(outcome.changed)
     assert capsys.readouterr().err == (output and f"outbox: {output}\n")
 
@@ -349,7 +349,7 @@ def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capf
     before = signal.getsignal(number)
     taken, stops = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number)), list[int]()
     with pytest.raises(OutboxError) as raised:
-        bulk.carry_out(taken, GO_ON, lambda: stops.append(1))
+        operation_commands.carry_out(taken, GO_ON, lambda: stops.append(1))
     assert stops == [1], "the record says that it was stopped"
     # The signal came while the second chunk was on its way.
     assert str(raised.value) == f"stopped by {number.name}. 1,000 tasks changed so far. To continue, run: {GO_ON}"
@@ -359,15 +359,15 @@ def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capf
 
 
 def test_the_progress_of_a_long_command_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(bulk, "PROGRESS_SECONDS", 0.0)
-    assert bulk.carry_out(outcomes(500, 500), GO_ON).changed == 1_000
+    monkeypatch.setattr(operation_commands, "PROGRESS_SECONDS", 0.0)
+    assert operation_commands.carry_out(outcomes(500, 500), GO_ON).changed == 1_000
     assert capsys.readouterr().err == "outbox: 500 tasks changed so far\noutbox: 1,000 tasks changed so far\n"
 
 
 def test_an_error_reports_the_progress_and_how_to_continue():
     """The error keeps its type, so that the exit code stays the same."""
     with pytest.raises(NotReached) as raised:
-        bulk.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), GO_ON)
+        operation_commands.carry_out(outcomes(500, 500, then=NotReached("Spanner did not answer")), GO_ON)
     assert str(raised.value) == (
         "Spanner did not answer. 500 tasks changed so far. The transaction in progress changed all of its tasks or "
         f"none. To continue, run: {GO_ON}"
@@ -386,18 +386,18 @@ class Stop(Exception):
 def test_status_goes_on_after_an_outage_but_not_after_a_failed_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outbox.cli.status_command.time.sleep", lambda _seconds: None)
-    monkeypatch.setattr(status_command, "_rendered", lambda _tasks, found, *_more: found)
+    monkeypatch.setattr("outbox.cli.status_commands.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr(status_commands, "_rendered", lambda _tasks, found, *_more: found)
     monkeypatch.setattr(history, "read", mock.Mock())
-    monkeypatch.setattr(status_command, "_read", mock.Mock(side_effect=["first", AWAY, AWAY, "later", Stop]))
+    monkeypatch.setattr(status_commands, "_read", mock.Mock(side_effect=["first", AWAY, AWAY, "later", Stop]))
     with pytest.raises(Stop):
-        status_command._watch(mock.Mock(), OPTIONS)
+        status_commands._watch(mock.Mock(), OPTIONS)
     printed = capsys.readouterr()
     assert printed.out == "first\nlater\n"
-    assert printed.err.count("Spanner did not answer. Retrying") == 2
-    monkeypatch.setattr(status_command, "_read", mock.Mock(side_effect=AWAY))
+    assert printed.err.count("Spanner did not answer. Retrying") == 1
+    monkeypatch.setattr(status_commands, "_read", mock.Mock(side_effect=AWAY))
     with pytest.raises(NotReached):
-        status_command._watch(mock.Mock(), OPTIONS)
+        status_commands._watch(mock.Mock(), OPTIONS)
 
 
 def test_tail_retries_until_spanner_answers(

@@ -15,7 +15,7 @@ from starlette.datastructures import QueryParams
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.history import MINUTES, History, Seen
 from outbox.admin.operations import Operation
-from outbox.admin.problems import SHOWN, Problem, find
+from outbox.admin.status import SHOWN, Problem, find
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
 from outbox.base.values import counted

@@ -14,8 +14,8 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from outbox import cli
-from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
+from outbox.admin.selections import TaskSelection
 from outbox.base.values import shown
 from outbox.console.operation_pages import address_of, command_of, selection_of
 from outbox.console.roles import Refused

@@ -16,7 +16,7 @@ from outbox.admin import history as histories
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.history import MINUTES, History, Values
 from outbox.admin.workers import Worker
-from outbox.cli import status_command
+from outbox.cli import status_commands
 from outbox.errors import OutboxError
 from outbox.program.terminal import bars
 from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
@@ -218,7 +218,7 @@ def test_status_shows_the_hour_as_bars_with_the_last_value() -> None:
     hour = Hour()
     hour.at(9).publish(40, seconds=2)
     hour.at(3).publish(80, seconds=0.1)
-    found = {line.split("  ")[0]: line.split() for line in status_command._curves(history(hour.worker())).splitlines()}
+    found = {line.split("  ")[0]: line.split() for line in status_commands._curves(history(hour.worker())).splitlines()}
     assert found["published/min"][-2:] == ["80", "0"]
     assert found["latency p95"][-2:] == ["2.0s", "0.1s"]
     assert "failed/min" not in found
@@ -307,7 +307,7 @@ def test_a_request_has_a_limited_number_of_ranges():
     """Spanner limits a request to 10 MiB. The rows of all requests are added up."""
     numbers: list[int] = []
 
-    def query(_statement: str, **parameters: Any) -> list[list[Any]]:
+    def query(_statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         shards, topics = parameters["range_shards"], parameters["range_topics"]
         assert len(shards) == len(topics) == len(parameters["max_priorities"])
         numbers.append(len(shards))
@@ -326,7 +326,7 @@ def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics:
     waiting = {f"topic-{number}": 10**6 if number < large else 3 for number in range(topics)}
     read: list[int] = []
 
-    def query(_statement: str, **values: Any) -> list[list[Any]]:
+    def query(_statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
         places = zip(values["range_shards"], values["range_topics"], strict=True)
         rows = [
             (*place, place[1], 50, "pending", min(values["limit"], waiting[place[1]]), NOW, None, 0) for place in places

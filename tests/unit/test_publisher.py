@@ -17,7 +17,7 @@ import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import PublishRequest, PublishResponse
 
-from outbox.admin.resend import Message
+from outbox.admin.changes import Message
 from outbox.errors import NotReached, OutboxError
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from publishworker.pubsub import resending

@@ -20,11 +20,10 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
-from outbox.admin import operations, operator_sql, resend, topics
-from outbox.admin.changes import RETRY_COLUMNS, retry_values
+from outbox.admin import changes, operations, operator_sql, topics
+from outbox.admin.changes import RETRY_COLUMNS, Message, retry_values
 from outbox.admin.operations import Author, as_json
-from outbox.admin.resend import Message
-from outbox.admin.selection import TaskSelection
+from outbox.admin.selections import TaskSelection
 from outbox.admin.table import Transaction
 from outbox.base.values import chunked, shown
 from outbox.errors import NotReached, OutboxError, SettingError
@@ -173,7 +172,7 @@ def _destination(table: Table, selection: ReplaySelection, to: str) -> str:
     """Return the full name of the topic to publish to. Raises SettingError, OutboxError if it is not for the tasks."""
     if selection.topic is None:
         raise SettingError("--to needs --topic. Pass both")
-    found = resend.checked(table, TaskSelection(state="sent", topic=selection.topic), to)
+    found = changes.resend_to(table, TaskSelection(state="sent", topic=selection.topic), to)
     if unchecked := topics.check_destinations(table, [found.to], otherwise=""):
         _info(unchecked)
     return str(found.to)

@@ -1,4 +1,4 @@
-"""What is wrong with the outbox: from what was read to sentences, the most severe first."""
+"""One read of what waits, and why, and from it what is wrong with the outbox: the most severe first."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,9 +7,10 @@ from datetime import datetime
 from outbox.admin import operations
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.operations import Operation
+from outbox.admin.reshard import Progress, Resharding
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import BlockedHead
-from outbox.admin.workers import Worker, open_circuits
+from outbox.admin.tasks import BlockedHead, ErrorCount, blocked_heads, errors
+from outbox.admin.workers import Worker, open_circuits, shards_without_worker
 from outbox.base.values import counted, spoken
 from outbox.program.terminal import SHOWN
 from outbox.table.controls import NO_CONTROLS, TopicControls
@@ -30,7 +31,30 @@ class Problem:
     text: str
 
 
-def pauses(table: TaskTable, backlog: Backlog) -> dict[str, Operation]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Status:
+    """What was read as of a backlog. `orphans` are shards without a worker, `blocked` heads that block tasks."""
+
+    backlog: Backlog
+    controls: Mapping[str, TopicControls]
+    orphans: Sequence[int] | None
+    errors: Sequence[ErrorCount]
+    blocked: Sequence[BlockedHead]
+    reshard: Progress | None
+    problems: Sequence[Problem]
+
+
+def read(table: TaskTable, backlog: Backlog, heads: int = 1) -> Status:
+    """Read what belongs to a backlog, with at most so many heads that block tasks. Raises NotReached, OutboxError."""
+    controls, orphans = table.controls(), shards_without_worker(table, backlog.workers, backlog.as_of)
+    blocked = blocked_heads(table, backlog, heads) if backlog.everything.blocked else ()
+    paused_by = _pauses(table, backlog)
+    problems = find(backlog, orphans=orphans, controls=controls, paused_by=paused_by, blocked=blocked)
+    reshard = Resharding(table).progress()
+    return Status(backlog, controls, orphans, errors(table, backlog), blocked, reshard, problems)
+
+
+def _pauses(table: TaskTable, backlog: Backlog) -> dict[str, Operation]:
     """Return the operation that paused each topic with a backlog, if it is recorded. Raises NotReached, OutboxError."""
     found: dict[str, Operation] = {}
     for line in _paused(backlog)[:SHOWN]:
