@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from outbox.base.lazy import importer
 
 if TYPE_CHECKING:
-    from outbox_pipeline.jobs.archive.windows import read_archive
-    from outbox_pipeline.jobs.register.ids import task_id
-    from outbox_pipeline.jobs.register.job import Registered, register
+    from outbox_pipeline.jobs.archive_files import read_archive
+    from outbox_pipeline.jobs.register import Registered, register
+    from outbox_pipeline.jobs.texts import task_id
     from outbox_pipeline.source.datasource import decoded
 
 __all__ = ["Registered", "decoded", "read_archive", "register", "task_id"]
@@ -23,9 +23,9 @@ __all__ = ["Registered", "decoded", "read_archive", "register", "task_id"]
 __getattr__ = importer(
     __name__,
     {
-        "jobs.archive.windows": "read_archive",
-        "jobs.register.ids": "task_id",
-        "jobs.register.job": "Registered register",
+        "jobs.archive_files": "read_archive",
+        "jobs.register": "Registered register",
+        "jobs.texts": "task_id",
         "source.datasource": "decoded",
     },
 )

@@ -19,7 +19,8 @@ from outbox.program import logs
 from outbox.program.settings import Parser, Settings, unknown_variables
 from outbox.program.terminal import Escaped, as_json, cell, ended, prepare_streams, say
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings, ReplaySettings
-from outbox_pipeline.spark.session import is_submitted
+from outbox_pipeline.spark import session
+from outbox_pipeline.spark.session import is_submitted, redirect_stderr
 from publishworker.process import DONE, FAILED, WORK_LEFT
 from publishworker.process.worker_settings import RelaySettings, add_deadline
 from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics, client
@@ -84,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job and return its exit code. An expected error is one sentence on stderr."""
     prepare_streams()
     if is_submitted():
-        from outbox_pipeline.spark.stderr import redirect_stderr  # noqa: PLC0415 - it needs Spark
-
         redirect_stderr()
     return ended("outbox-pipeline", lambda: _run(_parser().parse_args(arguments)))
 
@@ -94,14 +93,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.job == "certificate":
         for package in ("cryptography", "rfc8785", "pyarrow"):
             need(package, "certificate", "certificate")
-        commands = import_module("outbox_pipeline.jobs.certificate.commands")
+        commands = import_module("outbox_pipeline.jobs.certificate")
         return int(getattr(commands, options.action)(options))
     name, settings = options.job, options.settings.read(vars(options))
-    from outbox_pipeline.spark import session  # noqa: PLC0415 - the imports below need the packages
-
     session.check_packages()
 
-    from outbox_pipeline.spark.stack_traces import spark_errors  # noqa: PLC0415 - see above
+    from outbox_pipeline.spark.stack_traces import spark_errors  # noqa: PLC0415 - it needs the packages
 
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
@@ -110,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
     begin, result = time.monotonic(), None
     try:
         with spark_errors():
-            job = import_module(f"outbox_pipeline.jobs.{name}.job")
+            job = import_module(f"outbox_pipeline.jobs.{name}")
             flags = {flag: getattr(options, flag) for flag in options.flags}
             if name == "replay":
                 job.check(settings, **flags)  # before Spark starts, which takes seconds

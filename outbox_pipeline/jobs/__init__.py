@@ -1,1 +1,1 @@
-"""One module a job: what is read, through which transformations, to where, and what is said of it."""
+"""One module for each job, named as the job, and modules for its parts. The command imports a job by its name."""

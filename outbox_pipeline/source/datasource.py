@@ -1,28 +1,38 @@
-"""`spark.read.format("outbox")` and `spark.readStream.format("outbox")`. The writers are in sink.py.
+"""The format `outbox` of `spark.read`, `readStream`, `write` and `writeStream`, and reads of the table by the jobs.
 
-Spark creates these objects in a Python process next to the driver, plans there, and sends the parts to executors. Parts
-are plain data that can be pickled. The API is from Spark 4.0: https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
+Spark creates these objects in a Python process next to the driver, plans there, and sends readers, their parts and
+writers to executors. The API is from Spark 4.0:
+https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
 from pyspark.sql.types import StructType
 
 from outbox.admin.table import LayoutChanged, too_old
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import DatabaseSettings, resolved
-from outbox.table.states import LONG_AGO
+from outbox.program.settings import MOMENT, DatabaseSettings, SettingType, one_of, resolved, whole_number
+from outbox.table.states import LONG_AGO, STATES
 from outbox_pipeline import schemas
-from outbox_pipeline.source import columns, parts
-from outbox_pipeline.source.options import Options, RowFilter, parse
-from outbox_pipeline.source.sink import OutboxStreamWriter, OutboxWriter
+from outbox_pipeline.jobs.register_rows import REJECTS, check, complete, new_run, register_rows
+from outbox_pipeline.jobs.texts import MICROSECOND
+from outbox_pipeline.source import parts
+from outbox_pipeline.source.parts import RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.spark_tasks import read_partitions, read_parts
 from outbox_pipeline.spark.stack_traces import without_stack_trace
@@ -35,9 +45,70 @@ except ImportError:  # Spark before 4.2 has neither limits nor Trigger.Available
         """An empty base class."""
 
 
+try:
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter
+except ImportError:  # Spark before 4.1 passes rows, whose times depend on the time zone of the executor
+
+    class DataSourceStreamArrowWriter:  # type: ignore[no-redef]  # replaces the import
+        """The base class of a writer that cannot be created."""
+
+        def __new__(cls, *_: object) -> Any:
+            """Raise SettingError."""
+            raise SettingError(
+                "writeStream to the outbox needs Spark 4.1. Call outbox_pipeline.register in foreachBatch instead"
+            )
+
+
+#: Options of the database, and their settings, whose environment variables are the defaults.
+_DATABASE = {
+    "project": "project", "instance": "instance", "database": "database", "databaseRole": "database_role",
+    "spannerEndpoint": "spanner_endpoint",
+}  # fmt: skip
+_COLUMNS = tuple(schemas.TASK.fieldNames())
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if set(names) - set(_COLUMNS) or len(set(names)) < len(names):
+        raise ValueError(text)
+    return names
+
+
+#: The options of readers and writers as documented. Spark passes their names without case.
+OF_READER = {
+    "state": one_of(*STATES),
+    "topic": SettingType(str, "a value of the column Topic"),
+    "since": MOMENT,
+    "until": MOMENT,
+    "columns": SettingType(_columns, f"unique names from {', '.join(_COLUMNS)}, separated by commas"),
+    "readTimestamp": MOMENT,
+    "partitions": whole_number(1, 100_000),
+    "maxRowsPerTrigger": whole_number(1, 1_000_000_000),
+}
+_OF_WRITER = {
+    "topic": SettingType(str, "a topic"),
+    "key": SettingType(
+        lambda text: tuple(name.strip() for name in text.split(",")), "names of columns, separated by commas"
+    ),
+    "rejects": REJECTS,
+}
+
+
+def parse(
+    options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
+) -> tuple[dict[str, Any], DatabaseSettings]:
+    """Return the values of the `options` that are given, and their database. Raises SettingError."""
+    given = {name.lower(): value for name, value in options.items()}
+    known = (*kinds, *_DATABASE)
+    if unknown := sorted(given.keys() - {name.lower() for name in (*known, *ignored)}):
+        raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join(known)}")
+    values = {
+        name: kind.value(given[name.lower()], f"Option {name}") for name, kind in kinds.items() if name.lower() in given
+    }
+    return values, DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()})
+
+
 _DECODED = StructType([schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]])
-#: The precision of Spark's times.
-_TICK = timedelta(microseconds=1)
 
 
 def read_tasks(
@@ -47,11 +118,9 @@ def read_tasks(
 
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
-    partitions = read_partitions(spark)
-    selection = (wanted.state, wanted.topic, wanted.since, wanted.until)
-    options = Options(database, *selection, tuple(columns), at, partitions)
-    reader = OutboxReader(options, options.schema)
-    return read_parts(spark, reader.read, reader.partitions(), options.schema)
+    schema = StructType([schemas.TASK[name] for name in columns])
+    reader = OutboxReader({"partitions": read_partitions(spark)}, database, schema)
+    return read_parts(spark, reader.read, reader.planned(wanted, at), schema)
 
 
 def read_cancelled(
@@ -71,10 +140,10 @@ def read_cancelled(
 
     def read(end: datetime) -> Iterator[pa.RecordBatch]:
         for each in parts.cancelled(open_table(database), names, since, end, at):
-            yield columns.batch(each, schemas.arrow(schema), at)
+            yield parts.arrow_batch(each, schemas.arrow(schema), at)
 
     # In one Spark task, because operators cancel few tasks.
-    return read_parts(spark, read, [until or at + _TICK], schema)
+    return read_parts(spark, read, [until or at + MICROSECOND], schema)
 
 
 def decoded(tasks: DataFrame) -> DataFrame:
@@ -85,45 +154,9 @@ def decoded(tasks: DataFrame) -> DataFrame:
 def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     added = schemas.arrow(_DECODED)
     for batch in batches:
-        messages = columns.message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
+        messages = parts.message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
         arrays = [*batch.columns, *(messages[field.name].cast(field.type) for field in added)]
         yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *added]))
-
-
-class OutboxDataSource(DataSource):
-    """The table AsynchronousTasks. docs/pipeline/source.md describes the options and columns."""
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `format(...)`."""
-        return "outbox"
-
-    @without_stack_trace()
-    def schema(self) -> StructType:
-        """Return the columns that the options select."""
-        return parse(self.options).schema
-
-    @without_stack_trace()
-    def reader(self, schema: StructType) -> "OutboxReader":
-        """Return the batch reader."""
-        options = parse(self.options)
-        if options.max_rows:
-            raise SettingError("Option maxRowsPerTrigger is for streams only. Remove it")
-        return OutboxReader(options, _checked(schema))
-
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return the stream reader, which follows sent tasks."""
-        return OutboxStreamReader(self.options, schema)
-
-    @without_stack_trace()
-    def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
-        """Return the batch writer, which registers rows as tasks."""
-        return OutboxWriter(self.options, schema, overwrite)
-
-    @without_stack_trace()
-    def streamWriter(self, schema: StructType, overwrite: bool) -> OutboxStreamWriter:  # noqa: N802 - Spark's name
-        """Return the stream writer."""
-        return OutboxStreamWriter(self.options, schema, overwrite)
 
 
 def _checked(schema: StructType) -> StructType:
@@ -139,12 +172,17 @@ def _checked(schema: StructType) -> StructType:
 class _Reading:
     """The base class of both readers."""
 
-    _options: Options
+    #: The options, and their database.
+    _parsed: tuple[dict[str, Any], DatabaseSettings]
     _schema: StructType
 
     @property
     def _table(self) -> Table:
-        return open_table(self._options.database)
+        return open_table(self._parsed[1])
+
+    @property
+    def _count(self) -> int:
+        return int(self._parsed[0].get("partitions", 8))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the batches of one part. Spark calls this on an executor."""
@@ -153,36 +191,43 @@ class _Reading:
             table = self._table
             table.layout = layout
             wanted = schemas.arrow(self._schema)
-            needs = columns.needed((*self._schema.fieldNames(), *selection.needs))
+            needs = parts.needed((*self._schema.fieldNames(), *selection.needs))
             for each in part.read(table, needs, selection, at):
-                yield columns.batch(each, wanted, at)
+                yield parts.arrow_batch(each, wanted, at)
 
 
 class OutboxReader(_Reading, DataSourceReader):
     """Reads the table at one timestamp."""
 
-    def __init__(self, options: Options, schema: StructType) -> None:
-        self._options, self._schema = options, schema
+    def __init__(self, options: dict[str, Any], database: DatabaseSettings, schema: StructType) -> None:
+        self._parsed, self._schema = (options, database), schema
 
     @without_stack_trace()
     def partitions(self) -> Sequence[InputPartition]:
         """Return the parts for the executors. Raises SettingError, NotReached, OutboxError."""
-        options, table = self._options, self._table
-        table.read_layout()
+        options, table = self._parsed[0], self._table
         now = table.now()
-        at = now if options.read_timestamp is None else resolved(options.read_timestamp, now)
+        at = resolved(options.get("readTimestamp", now), now)
         if at > now:
             raise SettingError(
                 f"Option readTimestamp: {shown(at)} is in the future. The database's time is {shown(now)}"
             )
         if at < now - table.retention():
             raise OutboxError(too_old(at))
-        selection = options.at(at)
-        found: Sequence[parts.Part] = parts.key_parts(options.partitions)
+        since, until = (resolved(options[name], at) if name in options else None for name in ("since", "until"))
+        if since and until and since >= until:
+            raise SettingError(f"Option since: {shown(since)} is not before until, {shown(until)}")
+        return self.planned(RowFilter(options.get("state"), options.get("topic"), since, until), at)
+
+    def planned(self, selection: RowFilter, at: datetime) -> Sequence[InputPartition]:
+        """Return the parts of a selection as of `at`."""
+        table = self._table
+        table.read_layout()
+        found: Sequence[parts.Part] = parts.key_parts(self._count)
         if selection.state == "sent" and selection.since:
-            until = min(filter(None, (selection.until, at + _TICK)))
+            until = min(filter(None, (selection.until, at + MICROSECOND)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
-                found = parts.sent_parts(table.layout.ids, selection.since, until, options.partitions)
+                found = parts.sent_parts(table.layout.ids, selection.since, until, self._count)
         return [InputPartition((part, selection, at, table.layout)) for part in found]
 
 
@@ -205,26 +250,31 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         self._target: datetime | None = None
 
     @cached_property
-    def _options(self) -> Options:  # type: ignore[override]  # when Spark calls a method, whose error it passes on
+    def _parsed(self) -> tuple[dict[str, Any], DatabaseSettings]:  # type: ignore[override]  # when Spark calls a method, whose error it passes on
         """Check the options and columns. Raises SettingError if a stream does not support one."""
-        options = parse(self._given)
+        options, database = parse(self._given, OF_READER)
         _checked(self._schema)
-        if options.state not in (None, "sent"):
-            raise SettingError(f"Option state: a stream follows sent tasks only, not {options.state}")
-        for name, value in (("until", options.until), ("readTimestamp", options.read_timestamp)):
-            if value:
+        if (state := options.get("state", "sent")) != "sent":
+            raise SettingError(f"Option state: a stream follows sent tasks only, not {state}")
+        for name in ("until", "readTimestamp"):
+            if name in options:
                 raise SettingError(f"Option {name} is not supported for a stream. Remove it")
-        if isinstance(options.since, timedelta):
+        if isinstance(options.get("since"), timedelta):
             # If the query ends before its first batch, Spark asks for the start again. It must be the same time.
             raise SettingError("Option since: a stream needs a time such as 2026-11-21T13:00:00Z, not a duration")
-        return options
+        return options, database
+
+    @property
+    def _max_rows(self) -> int:
+        """Return the max tasks of a batch. 0 is no limit."""
+        return int(self._parsed[0].get("maxRowsPerTrigger", 0))
 
     @without_stack_trace()
     def initialOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
         """Return the start of a query without a checkpoint: `since` or now."""
-        if isinstance(since := self._options.since, datetime):
+        if since := self._parsed[0].get("since"):
             # `since` is inclusive, but the start of a batch is exclusive.
-            self._last = _offset(since - _TICK)
+            self._last = _offset(since - MICROSECOND)
             return self._last
         self._first = self._table.now()
         return _offset(self._first)
@@ -237,7 +287,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
     @without_stack_trace()
     def getDefaultReadLimit(self) -> Any:  # noqa: N802 - Spark's name
         """Return the limit of the options. Spark passes it to `latestOffset`, or another one for Trigger.Once."""
-        return ReadMaxRows(self._options.max_rows) if self._options.max_rows else ReadAllAvailable()
+        return ReadMaxRows(self._max_rows) if self._max_rows else ReadAllAvailable()
 
     @without_stack_trace()
     def latestOffset(self, start: dict[str, str] | None = None, limit: Any = None) -> dict[str, str]:  # noqa: N802 - `start` and `limit` are of Spark 4.2
@@ -246,7 +296,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             self._last, self._first = _offset(self._first), None
             return self._last
         begin, now = start or self._last, self._table.now()
-        most = getattr(limit, "max_rows", 0) if limit else self._options.max_rows
+        most = getattr(limit, "max_rows", 0) if limit else self._max_rows
         until = self._target or now
         if begin is None:
             end = _offset(until, now)
@@ -270,8 +320,9 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 f"since={shown(since)}. The stream then repeats the tasks sent since that time. In the former folder, "
                 "Spark would skip the first batches of a new checkpoint"
             )
-        found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)  # OUT-SPARK-2
-        selection = RowFilter(topic=self._options.topic)
+        # OUT-SPARK-2: `since` is exclusive, and `until` inclusive.
+        found = parts.sent_parts(table.layout.ids, since + MICROSECOND, until + MICROSECOND, self._count)
+        selection = RowFilter(topic=self._parsed[0].get("topic"))
         return [InputPartition((part, selection, at, table.layout)) for part in found]
 
     def _end(self, since: datetime, until: datetime, now: datetime, most: int) -> datetime | None:
@@ -288,7 +339,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             for shard in ids if most else ():
                 times = self._times(since, until, now, [shard], share + 1)
                 if len(times) > share:
-                    until = max(times[0], times[-1] - _TICK)
+                    until = max(times[0], times[-1] - MICROSECOND)
         except LayoutChanged:
             return self._end(since, until, now, most)
         return until
@@ -297,7 +348,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         self, since: datetime, until: datetime, now: datetime, shards: Sequence[int], most: int
     ) -> list[datetime]:
         """Return the first `most` SentAt of one shard, or of some without an order."""
-        [part] = parts.sent_parts(shards, since, until, 1, after=True)
+        [part] = parts.sent_parts(shards, since + MICROSECOND, until + MICROSECOND, 1)
         rows = self._table.rows(("SentAt",), part.keys, now, index=part.index, limit=most)
         return [datetime.fromisoformat(sent_at.string_value) for (sent_at,) in rows]
 
@@ -308,3 +359,80 @@ def _offset(time: datetime, read_at: datetime | None = None) -> dict[str, str]:
 
 def _time(offset: dict[str, str], name: str = "sent_at") -> datetime:
     return datetime.fromisoformat(offset.get(name, offset["sent_at"]))
+
+
+class _Writing:
+    """The base class of both writers.
+
+    Spark repeats a Spark task, or a micro-batch, that failed. A task ID derives from its row, not from the attempt, so
+    a row whose task exists is not registered again. That is why there is nothing to commit or to abort.
+    """
+
+    def __init__(self, options: Mapping[str, str], schema: StructType, overwrite: bool) -> None:
+        """Check options and columns. Raises SettingError."""
+        if overwrite:
+            raise SettingError("The outbox can only be appended to: pass mode('append') or outputMode('append')")
+        values, self._database = parse(options, _OF_WRITER, ignored=("checkpointLocation", "queryName"))
+        self._topic, self._key = values.get("topic", ""), values.get("key", ())
+        self._names = schema.fieldNames()
+        self._rejects: str | None = values.get("rejects")
+        self._run = new_run()
+        check(schema, self._topic, self._key)
+
+    @without_stack_trace()
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Register the rows of a partition in their order. Spark calls this on an executor."""
+        rows = complete(self._names, self._topic, self._key, iterator)  # OUT-SPARK-3: with IDs
+        task: Any = TaskContext.get()
+        # Spark sets these properties for the Spark tasks of a micro-batch.
+        query, number = map(task.getLocalProperty, ("sql.streaming.queryId", "streaming.sql.batchId"))
+        folder = self._rejects and f"{self._rejects}/{f'{query}/{number}' if query else self._run}"
+        # Whether a task is new is only counted by the job.
+        for _ in register_rows(self._database, datetime.min.replace(tzinfo=UTC), 0.0, folder, rows):
+            pass
+        return WriterCommitMessage()
+
+
+class OutboxWriter(_Writing, DataSourceArrowWriter):
+    """Registers the rows of a DataFrame."""
+
+
+class OutboxStreamWriter(_Writing, DataSourceStreamArrowWriter):
+    """Registers the rows of each micro-batch of a stream."""
+
+
+class OutboxDataSource(DataSource):
+    """The table AsynchronousTasks. docs/pipeline/source.md describes the options and columns."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name for `format(...)`."""
+        return "outbox"
+
+    @without_stack_trace()
+    def schema(self) -> StructType:
+        """Return the columns that the options select."""
+        options, _ = parse(self.options, OF_READER)
+        return StructType([schemas.TASK[name] for name in options.get("columns", schemas.TABLE.names)])
+
+    @without_stack_trace()
+    def reader(self, schema: StructType) -> "OutboxReader":
+        """Return the batch reader."""
+        options, database = parse(self.options, OF_READER)
+        if "maxRowsPerTrigger" in options:
+            raise SettingError("Option maxRowsPerTrigger is for streams only. Remove it")
+        return OutboxReader(options, database, _checked(schema))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """Return the stream reader, which follows sent tasks."""
+        return OutboxStreamReader(self.options, schema)
+
+    @without_stack_trace()
+    def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
+        """Return the batch writer, which registers rows as tasks."""
+        return OutboxWriter(self.options, schema, overwrite)
+
+    @without_stack_trace()
+    def streamWriter(self, schema: StructType, overwrite: bool) -> OutboxStreamWriter:  # noqa: N802 - Spark's name
+        """Return the stream writer."""
+        return OutboxStreamWriter(self.options, schema, overwrite)

@@ -1,16 +1,31 @@
-"""Small files and folders of the jobs, through Hadoop's file systems, so every URL that Spark supports works."""
+"""Files and folders through Hadoop's file systems, so every URL that Spark supports works, and the inputs of jobs.
+
+Of the files that users pass, those that Spark would ignore or misread without an error are refused. Spark ignores
+hidden names, subfolders and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi or Iceberg, so
+also deleted rows.
+"""
 
 import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from py4j.protocol import Py4JJavaError
-from pyspark.sql import SparkSession
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import AnalysisException, ParseException, PySparkException
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingError
+from outbox_pipeline.job_settings import COMPRESSED, UNREADABLE, format_of
 from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 
 #: The first character of a pattern.
 PATTERN = re.compile(r"[*?\[{]")
+#: What only the folder of a table contains, as a pattern and in the paths of files below.
+_OF_TABLE = "{_delta_log,.hoodie,metadata/*.metadata.json*,metadata/version-hint.text}"
+_BELOW_TABLE = re.compile(r"/(_delta_log|\.hoodie)/|/metadata/([^/]*\.metadata\.json[^/]*|version-hint\.text)$")
+#: The rule of Spark's HadoopFSUtils.
+_HIDDEN = re.compile(r"/(?:\.|_(?![^/]*=))")
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -71,16 +86,6 @@ class Folder:
         return str(self._system.makeQualified(self._path).toString() if self._system else self._path)
 
     @spark_errors()
-    def sha256(self) -> str:
-        """Return the SHA-256 of the file, in hexadecimal digits."""
-        stream = self._system.open(self._path)
-        try:
-            jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - the same
-            return str(jvm.org.apache.commons.codec.digest.DigestUtils.sha256Hex(stream))
-        finally:
-            stream.close()
-
-    @spark_errors()
     def read(self) -> str | None:
         """Return the text of the file, or None if it does not exist. Raises OutboxError."""
         if not self.exists():
@@ -104,3 +109,165 @@ class Folder:
                 return False
             raise OutboxError(f"{self} cannot be written. {error_from(str(error))}") from error
         return True
+
+
+@dataclass(frozen=True)
+class Input:
+    """Files of one format. `columns` are the names of their folders NAME=VALUE, which are in the folder `base`."""
+
+    spark: SparkSession
+    path: str
+    files: Sequence[str]
+    base: str = ""
+    columns: Sequence[str] = ()
+
+    def reader(self) -> DataFrameReader:
+        """Return a reader of the columns of files and folders."""
+        return self.spark.read.option("basePath", self.base) if self.columns else self.spark.read
+
+    def reader_of_files(self) -> DataFrameReader:
+        """Return a reader of the columns of the files."""
+        return self.spark.read.option("recursiveFileLookup", True)
+
+    def check_columns(self, of_files: Iterable[str]) -> None:
+        """Raise OutboxError if files and folders have the same column. Spark would read that of the folders."""
+        found = {name.casefold() for name in of_files}
+        if twice := [name for name in self.columns if name.casefold() in found]:
+            raise OutboxError(
+                f"{self.path}: column {twice[0]} is in the files and in the names of their folders. Remove it from the "
+                "files, or rename the folders"
+            )
+
+
+def checked(spark: SparkSession, path: str, format: str, known: Collection[str] = ()) -> Input:
+    """Return the files that match `path`. `known` are the columns of the job, which can come from folders of the path.
+
+    Raises OutboxError if Spark would not read all rows, or would read deleted ones.
+    """
+    qualified = Folder(spark, path).qualified()
+    _check_tables(spark, qualified)
+    sizes, nested = dict[str, int](), list[str]()
+    for match, file, size in Folder(spark, path).matching():
+        inside = file.removeprefix(match) or f"/{file.rpartition('/')[2]}"
+        if _BELOW_TABLE.search(inside):
+            raise _is_table(match)
+        if not _HIDDEN.search(inside):
+            sizes[file] = size
+            nested += [file] if inside.count("/") > 1 else []
+        elif size and format_of(file) == format:
+            raise OutboxError(
+                f"Spark would ignore {file}, because a name begins with _ or a dot. Rename it, or move it away"
+            )
+    if not sizes:
+        raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
+    _check_readable(sizes, format)
+    begin = PATTERN.search(qualified)
+    literal = qualified[: begin.start()].rpartition("/")[0] if begin else qualified
+    names = {name.casefold() for name in known}  # Spark compares them so
+    found = _in_folders(spark, path, sorted(sizes), literal.count("/") + 1, names)
+    if nested and not found.columns:
+        raise OutboxError(
+            f"Spark would ignore files in subfolders of {path}, such as {min(nested)}. Pass the folders that have "
+            f"files, with a pattern such as {path.rstrip('/')}/*/"
+        )
+    return found
+
+
+def read_all_columns(given: Input) -> DataFrame:
+    """Return the rows of Parquet files with the columns of all files. Spark alone would read those of one file.
+
+    A column that a file does not have is NULL. If two files have different types, the OutboxError names the column.
+    """
+    try:
+        of_files = given.reader_of_files().option("mergeSchema", True).parquet(given.path)
+    except (PySparkException, Py4JError) as error:
+        found: dict[str, tuple[str, str]] = {}
+        for file in given.files:
+            for column, type_ in given.spark.read.parquet(file).dtypes:
+                other, where = found.setdefault(column, (type_, file))
+                if other != type_:
+                    raise OutboxError(
+                        f"Column {column} is {other} in {where}, but {type_} in {file}. Write all files with the same "
+                        # In Parquet, pandas writes a column of None as integers without a value.
+                        f"types{'. If it has no value in a file, drop it there' if 'int' in (type_, other) else ''}"
+                    ) from error
+        raise
+    given.check_columns(of_files.columns)
+    return given.reader().schema(of_files.schema).parquet(given.path)
+
+
+def read_table(spark: SparkSession, flag: str, name: str) -> DataFrame:
+    """Return the rows of a table or view of the session's catalog. Raises SettingError if `flag` names none."""
+    try:
+        return spark.table(name)
+    except (ParseException, AnalysisException) as error:
+        reason = next(line for line in str(error).splitlines() if line)
+        raise SettingError(f"{flag} {name}: {reason}") from error
+
+
+def _check_tables(spark: SparkSession, path: str) -> None:
+    """Raise OutboxError if the path is a table, or in one."""
+    for folder in accumulate(path.rstrip("/").split("/"), "{}/{}".format):
+        try:
+            is_table = not folder.endswith((":", "/")) and Folder(spark, f"{folder}/{_OF_TABLE}").exists()
+        except OutboxError:  # a folder above the path can be forbidden
+            continue
+        if is_table:
+            raise _is_table(folder)
+
+
+def _is_table(folder: str) -> OutboxError:
+    return OutboxError(
+        f"{folder} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Pass it as a "
+        "table of Spark's catalog (--input-table, --received-table), or write its rows to new files"
+    )
+
+
+def _check_readable(sizes: Mapping[str, int], format: str) -> None:
+    """Raise OutboxError if a file cannot be decompressed, or is empty. Only JSON lines may all be empty."""
+    for file in sizes if format in ("json", "csv") else ():
+        endings = file.rpartition("/")[2].lower().split(".")[1:]
+        compressed = [each for each in endings if each in COMPRESSED + UNREADABLE]
+        if compressed[1:] or file.lower().endswith(tuple(f".{each}" for each in UNREADABLE)):
+            raise OutboxError(
+                f"Spark cannot read {file}, because of its compression .{'.'.join(compressed)}. Compress it once, "
+                f"as {', '.join(f'.{each}' for each in COMPRESSED[:3])}, or not at all"
+            )
+    empty = [file for file, size in sizes.items() if not size]
+    if format == "json":
+        # For a partition without rows, Spark and Hadoop write an empty file of this name.
+        empty = [file for file in empty if len(empty) < len(sizes) and not re.search(r"/part-[^/]*$", file)]
+    if empty:
+        raise OutboxError(f"{min(empty)} is empty. Write it again, or delete it if it should have no rows")
+
+
+def _in_folders(spark: SparkSession, path: str, files: Sequence[str], literal: int, known: Collection[str]) -> Input:
+    """Return the input with the columns of folders NAME=VALUE.
+
+    The first `literal` parts of each path are not a pattern. A folder of them is a column only if its name is known.
+    Raises OutboxError if Spark would lose a column, or the files in some folders.
+    """
+    kinds: dict[tuple[str, tuple[str, ...]], str] = {}
+    for file in files:
+        parts = file.split("/")[:-1]
+        names = {
+            at: name
+            for at, part in enumerate(parts)
+            for name, equals, _ in [part.partition("=")]
+            if equals and (at >= literal or name.casefold() in known)
+        }
+        begin = len(parts) - len(names)
+        if names and min(names) < begin:
+            raise OutboxError(
+                f"Spark would ignore the column of the folder {parts[min(names)]}, because {file} is in a subfolder "
+                "without a column. Move the files into the folder"
+            )
+        kinds.setdefault(("/".join(parts[:begin]) if names else "", tuple(names.values())), file)
+    if len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise OutboxError(
+            f"{one} and {other} are not in folders with the same columns, so Spark would ignore files. Pass them in "
+            "separate runs"
+        )
+    [(base, columns)] = kinds
+    return Input(spark, path, files, base, columns)

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -21,7 +22,6 @@ atexit.register(_FILES.close)
 _LOGGING = _FILES.enter_context(as_file(files("outbox_pipeline.spark") / "log4j2.properties"))
 #: The packages of the extra that a cluster with its own Spark may lack.
 _PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro", "deltalake")
-_HOW_TO_GET_THEM = install("spark")
 
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
 _ALWAYS: dict[str, Any] = {
@@ -119,11 +119,34 @@ def is_submitted() -> bool:
 
 def check_packages() -> None:
     """Check that the packages of the extra are installed. Raises NotReached."""
-    for name in _PACKAGES:
-        if find_spec(name) is None:
-            raise NotReached(f"Package {name} is not installed. Run: {_HOW_TO_GET_THEM}")
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise NotReached(f"Package {missing[0]} is not installed. Run: {install('spark')}")
     # The Spark of a cluster can be another version, because pip did not install it.
     from pyspark import __version__ as found  # noqa: PLC0415 - it may be missing
 
     if not found.startswith("4."):
-        raise NotReached(f"pyspark {found} is installed, but pyspark 4 is required. Run: {_HOW_TO_GET_THEM}")
+        raise NotReached(f"pyspark {found} is installed, but pyspark 4 is required. Run: {install('spark')}")
+
+
+class _StderrOfSpark(io.TextIOBase):
+    """The stderr of the JVM that spark-submit started. After the JVM has ended, the stderr of this process."""
+
+    def __init__(self, before: Any) -> None:
+        from py4j.protocol import Py4JError  # noqa: PLC0415 - it may be missing
+        from pyspark import SparkContext  # noqa: PLC0415 - the same
+
+        SparkContext._ensure_initialized()  # noqa: SLF001 - connects to this JVM
+        jvm: Any = SparkContext._jvm  # noqa: SLF001 - no public API
+        self._stream, self._before, self._ended = jvm.java.lang.System.err, before, (Py4JError, OSError)
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.print(text)
+        except self._ended:
+            self._before.write(text)
+        return len(text)
+
+
+def redirect_stderr() -> None:
+    """Write log lines and errors to the stderr of spark-submit, which writes this job's stderr to its own stdout."""
+    sys.stderr = _StderrOfSpark(sys.stderr)

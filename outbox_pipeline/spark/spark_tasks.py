@@ -54,9 +54,10 @@ def placed(rows: DataFrame, partitions: int, *columns: str) -> DataFrame:
     return rows.repartition(partitions, "_place") if partitions else rows.repartition("_place")
 
 
-def totals(counts: DataFrame) -> DataFrame:
-    """Return one row with the sum of each column, 0 if there are no rows."""
-    return counts.select(*(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in counts.columns))
+def totals(counts: DataFrame) -> dict[str, Any]:
+    """Return the sum of each column, 0 if there are no rows."""
+    [sums] = counts.select(*(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in counts.columns)).collect()
+    return dict(sums.asDict())  # not as Arrow, which would hide the name of a damaged file from the error
 
 
 def collected(rows: DataFrame) -> list[dict[str, Any]]:

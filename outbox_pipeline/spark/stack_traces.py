@@ -101,7 +101,9 @@ def error_from(text: str) -> OutboxError:
         name, sentence = found[-1]
         kind = getattr(errors, name, OutboxError)
         sentence = sentence.strip()
-        if issubclass(kind, NotReached) and _is_cluster():
+        context = SparkContext._active_spark_context  # noqa: SLF001 - the public way would create one
+        on_cluster = context is not None and not str(context.master).startswith("local")
+        if issubclass(kind, NotReached) and on_cluster:
             sentence = f"{sentence.rstrip('.')}. {_ON_EXECUTOR}"
         error: OutboxError = kind(sentence)
         return error
@@ -109,11 +111,6 @@ def error_from(text: str) -> OutboxError:
         if match := re.search(pattern, text):
             return NotReached(lacking.format(*match.groups()))
     return OutboxError(f"Spark: {_reason(text)}")
-
-
-def _is_cluster() -> bool:
-    context = SparkContext._active_spark_context  # noqa: SLF001 - the public way would create one
-    return context is not None and not str(context.master).startswith("local")
 
 
 def _reason(text: str) -> str:

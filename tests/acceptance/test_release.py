@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("wheel")]
 
 UV = Path(sys.executable).with_name("uv")
-REPORT = "outbox_pipeline/jobs/audit/report.html.jinja"
+REPORT = "outbox_pipeline/jobs/audit_report.html.jinja"
 PINS = ("--constraint", ROOT / "constraints.txt")  # uv also verifies the hashes that it has
 
 

@@ -25,10 +25,9 @@ from outbox.errors import OutboxError, SettingError
 from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive import job
-from outbox_pipeline.jobs.archive.job import purge_chunk
-from outbox_pipeline.jobs.archive.log import Log, Window
-from outbox_pipeline.jobs.archive.windows import Archive, checksum_columns, floor
+from outbox_pipeline.jobs import archive as job
+from outbox_pipeline.jobs.archive import purge_chunk
+from outbox_pipeline.jobs.archive_files import Archive, Log, Window, checksum_columns, floor
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, Watch, delete, insert, insert_cancelled, row, rows_of, update

@@ -22,9 +22,9 @@ from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs.audit import job as audit
-from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
-from outbox_pipeline.jobs.audit.job import Audited
+from outbox_pipeline.jobs import audit
+from outbox_pipeline.jobs.audit import Audited
+from outbox_pipeline.jobs.audit_transforms import EFFECTS
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.spark_tasks import read_partitions
 from outbox_pipeline.spark.stack_traces import spark_errors

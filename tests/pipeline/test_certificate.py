@@ -20,8 +20,8 @@ from outbox.base.values import shown
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
-from outbox_pipeline.jobs.archive.log import commit_name
-from outbox_pipeline.jobs.audit.attributes import sha256_of
+from outbox_pipeline.jobs.archive_files import commit_name
+from outbox_pipeline.jobs.texts import sha256_of
 from outbox_pipeline.spark.files import Folder
 from publishworker.telemetry import metrics
 from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
@@ -139,7 +139,7 @@ def test_a_verifier_imports_neither_spark_nor_spanner(tmp_path: Path):
     (tmp_path / "key.pub").write_text("")
     program = (
         "import sys; from outbox_pipeline import cli; "
-        "from outbox_pipeline.jobs.certificate import commands; "
+        "from outbox_pipeline.jobs import certificate as commands; "
         f"cli.main(['certificate', 'verify', 'none', '--public-key', {str(tmp_path / 'key.pub')!r}]); "
         "print(sorted({'pyspark', 'google.cloud.spanner_v1', 'google.cloud.kms'} & sys.modules.keys()))"
     )

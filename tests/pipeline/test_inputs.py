@@ -10,9 +10,9 @@ from pyspark.sql import DataFrame, SparkSession
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs.audit import job as audit
-from outbox_pipeline.jobs.register.ids import task_id
-from outbox_pipeline.jobs.register.job import prepared, read
+from outbox_pipeline.jobs import audit
+from outbox_pipeline.jobs.register import prepared, read
+from outbox_pipeline.jobs.texts import task_id
 from outbox_pipeline.spark.stack_traces import spark_errors
 from tests.support.pipeline import options
 

@@ -26,8 +26,8 @@ from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.states import NEVER
 from outbox_pipeline import cli, task_id
-from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
-from outbox_pipeline.jobs.drain.job import DrainSummary
+from outbox_pipeline.jobs.audit_transforms import FLAWS, OUT_OF_ORDER, STATES
+from outbox_pipeline.jobs.drain import DrainSummary
 from tests.support import spanner
 from tests.support.avro import avro_message, write_avro
 from tests.support.fakes import serialized

@@ -19,9 +19,10 @@ from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
 from outbox_pipeline.job_settings import RegisterSettings
-from outbox_pipeline.jobs.register import executor, job
-from outbox_pipeline.jobs.register.executor import COUNTS, REGISTER_ROWS, Writer
-from outbox_pipeline.jobs.register.ids import task_id
+from outbox_pipeline.jobs import register as job
+from outbox_pipeline.jobs import register_rows as executor
+from outbox_pipeline.jobs.register_rows import COUNTS, REGISTER_ROWS, Writer
+from outbox_pipeline.jobs.texts import task_id
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark import spark_tasks
 from outbox_pipeline.spark.spark_tasks import Pace

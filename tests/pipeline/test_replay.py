@@ -20,8 +20,8 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
-from outbox_pipeline.jobs.replay import job
-from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed, replay_chunk
+from outbox_pipeline.jobs import replay as job
+from outbox_pipeline.jobs.replay import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed, replay_chunk
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, insert_cancelled, opened, row, rows_of, update

@@ -28,10 +28,9 @@ from outbox.program.settings import DatabaseSettings
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
-from outbox_pipeline.jobs.register.ids import task_id
+from outbox_pipeline.jobs.texts import task_id
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader
-from outbox_pipeline.source.options import parse
+from outbox_pipeline.source.datasource import OF_READER, OutboxDataSource, OutboxReader, parse
 from outbox_pipeline.spark.stack_traces import error_from
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import Case, counts, options, registered
@@ -221,7 +220,8 @@ def test_invalid_options_are_named(target: DatabaseSettings):
     for wrong, sentence in cases:
         with pytest.raises(SettingError, match=sentence):
             read(options(target) | wrong)
-    assert parse({name.upper(): value for name, value in options(target).items()}) == parse(options(target))
+    upper = {name.upper(): value for name, value in options(target).items()}
+    assert parse(upper, OF_READER) == parse(options(target), OF_READER)
     with pytest.raises(NotReached, match="not-there"):
         read(options(target, database="not-there"))
 

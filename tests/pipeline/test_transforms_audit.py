@@ -15,8 +15,8 @@ from outbox.errors import SettingError
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.table.states import NEVER
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit import transforms as audit
-from outbox_pipeline.jobs.audit.received import LINES, digest, received
+from outbox_pipeline.jobs import audit_transforms as audit
+from outbox_pipeline.jobs.audit_inputs import LINES, digest, received
 from outbox_pipeline.source.datasource import decoded
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)

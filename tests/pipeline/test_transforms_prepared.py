@@ -16,11 +16,9 @@ from pyspark.sql import types as t
 import outbox
 from outbox.testing import RecordingTransaction
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register.executor import Writer
-from outbox_pipeline.jobs.register.ids import derived, task_id, whole_row_id
-from outbox_pipeline.jobs.register.job import prepared
-from outbox_pipeline.jobs.register.json_objects import CONVERT
-from outbox_pipeline.jobs.register.rows import COLUMNS, check, complete
+from outbox_pipeline.jobs.register import prepared
+from outbox_pipeline.jobs.register_rows import COLUMNS, Writer, check, complete
+from outbox_pipeline.jobs.texts import CONVERT, derived, task_id, whole_row_id
 from tests.support.pipeline import ROWS, FakeTable, row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)

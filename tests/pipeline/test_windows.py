@@ -25,8 +25,16 @@ from outbox.base.values import shown
 from outbox.devtools import child_process
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive.log import Log, Window
-from outbox_pipeline.jobs.archive.windows import Archive, archivable, bounds, checksum_columns, floor, rebalanced
+from outbox_pipeline.jobs.archive_files import (
+    Archive,
+    Log,
+    Window,
+    archivable,
+    bounds,
+    checksum_columns,
+    floor,
+    rebalanced,
+)
 from tests.support.pipeline import (
     DAY,
     MICROSECOND,
@@ -149,7 +157,7 @@ def test_the_log_proves_each_window_and_keeps_it(spark: SparkSession, tmp_path: 
         for file in (tmp_path / window.data).rglob("*.parquet")
     }
     commit = hashlib.sha256((tmp_path / window.commit).read_bytes()).hexdigest()
-    assert Log(str(tmp_path)).digest(window) == commit
+    assert Log(str(tmp_path)).sha256(window.commit) == commit
     table = deltalake.DeltaTable(tmp_path)
     table.create_checkpoint()
     table.cleanup_metadata()
@@ -206,7 +214,7 @@ def test_read_archive_selects_by_time(spark: SparkSession, tmp_path: Path):
     for hour in range(4):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), tasks[hour : hour + 1] if hour != 1 else [])
     archive = Archive(spark, str(tmp_path))
-    found = archive.windows()
+    found = archive.log.windows()
     assert [window.since for window in found] == [DAY + HOUR * hour for hour in range(4)]
 
     def read(**bounds: datetime) -> list[str]:
@@ -243,7 +251,7 @@ def test_overlapping_and_missing_windows_are_errors(spark: SparkSession, tmp_pat
     """A task would be in two overlapping windows, and the tasks of a missing window would be lost without an error."""
     for hour in range(3):
         finish(spark, tmp_path, DAY + HOUR * hour, DAY + HOUR * (hour + 1), [])
-    assert len(Archive(spark, str(tmp_path)).windows()) == 3
+    assert len(Archive(spark, str(tmp_path)).log.windows()) == 3
     # Another job has windows of another length.
     for since in (2.5, 4):
         with pytest.raises(OutboxError, match="Another run finished the window"):

@@ -213,7 +213,7 @@ class Operators:
 
     def archive_or_replay(self, random: Random) -> None:
         """Archive sent tasks and delete their rows, or replay from the archive; Spark repeats some Spark tasks."""
-        from outbox_pipeline.jobs.replay import job  # most histories need no PySpark, which is slow
+        from outbox_pipeline.jobs import replay as job  # most histories need no PySpark, which is slow
 
         before = self.table.time() - timedelta(seconds=2)
         if random.random() < 0.5:

@@ -243,7 +243,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
 }  # fmt: skip
 
-_REPLAY = "outbox_pipeline.jobs.replay.job"
+_REPLAY = "outbox_pipeline.jobs.replay"
 #: Those that need dense plans, each with the plan whose histories notice it. The owner is a name, because PySpark is
 #: slow to import.
 DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {

@@ -19,7 +19,7 @@ from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline.job_settings import ArchiveSettings
-from outbox_pipeline.jobs.archive import job as archive
+from outbox_pipeline.jobs import archive
 from tests.support.operations import insert, row
 from tests.support.pipeline import options, write_lines
 

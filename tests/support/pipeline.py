@@ -21,12 +21,12 @@ from outbox.base.values import shown
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings, ReplaySettings
-from outbox_pipeline.jobs.archive import job as archive_job
-from outbox_pipeline.jobs.archive.job import Archived
-from outbox_pipeline.jobs.archive.windows import read_archive
-from outbox_pipeline.jobs.register.job import Registered, register
-from outbox_pipeline.jobs.replay import job as replay_job
-from outbox_pipeline.jobs.replay.job import Replayed
+from outbox_pipeline.jobs import archive as archive_job
+from outbox_pipeline.jobs import replay as replay_job
+from outbox_pipeline.jobs.archive import Archived
+from outbox_pipeline.jobs.archive_files import read_archive
+from outbox_pipeline.jobs.register import Registered, register
+from outbox_pipeline.jobs.replay import Replayed
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.spark_tasks import Rows
 from tests.support import operations

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from outbox.program.terminal import escaped
-from outbox_pipeline.jobs.audit import transforms as audit
-from outbox_pipeline.jobs.audit.page import page
+from outbox_pipeline.jobs import audit_transforms as audit
+from outbox_pipeline.jobs.audit import page
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 CLASSES = (*audit.STATES, *audit.FLAWS, "messages", "out_of_order", "unknown", "foreign", "unreadable")

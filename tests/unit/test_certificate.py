@@ -24,8 +24,8 @@ from google.cloud.kms_v1.services.key_management_service.transports import KeyMa
 from outbox.base.values import shown
 from outbox.errors import NotReached, SettingError
 from outbox_pipeline import cli
-from outbox_pipeline.jobs.audit.attributes import sha256_of
-from outbox_pipeline.jobs.certificate import document, keys, merkle
+from outbox_pipeline.jobs import certificate as document
+from outbox_pipeline.jobs.texts import sha256_of
 from tests.support.certificates import Place, data, new_key, payload
 from tests.support.rpc import Served
 
@@ -35,7 +35,7 @@ COUNTS = dict.fromkeys((*document.OUTCOMES, "republished"), 0) | {"delivered": 4
 
 
 def write(place: Place, name: str, content: dict[str, Any], files: dict[str, str], key: str = "key") -> Path:
-    signer = keys.file_signer(str(place.path(f"{key}.pem")))
+    signer = document.file_signer(str(place.path(f"{key}.pem")))
     file = place.path(name)
     file.write_text(document.signed(document.payload(content, files), signer))
     return file
@@ -71,7 +71,7 @@ def content_of(day: datetime, previous: str | None) -> dict[str, Any]:
         "window": {"since": shown(day), "until": shown(day + DAY)},
         "previous": previous,
         "audit": {"grace_seconds": 600.0},
-        "tasks": merkle.summary(tasks),
+        "tasks": document.tree_summary(tasks),
         "counts": {"unknown": 0, "foreign": 0},
         "topics": {"orders": COUNTS},
         "not_delivered": [],
@@ -91,7 +91,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
     prove = ["--certificate", f"{place.path('certificate-21.json')}", "--public-key", f"{place.path('key.pub')}"]
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
-        patch.setattr("outbox_pipeline.jobs.certificate.commands.say", lines.append)
+        patch.setattr("outbox_pipeline.jobs.certificate.say", lines.append)
         assert cli.main(["certificate", "prove", "21-2", *prove, "--archive", str(place.path("archive"))]) == 0
     place.path("proof.json").write_text("".join(lines))
     return place
@@ -157,7 +157,7 @@ def signed_bytes(edit: Callable[[bytes], bytes], name: str = "certificate-21.jso
 
     def change(place: Place) -> None:
         found = base64.b64decode(json.loads(place.path(name).read_text())["payload"])
-        place.path(name).write_text(document.signed(edit(found), keys.file_signer(str(place.path("key.pem")))))
+        place.path(name).write_text(document.signed(edit(found), document.file_signer(str(place.path("key.pem")))))
 
     return change
 
@@ -327,17 +327,17 @@ def test_each_path_leads_to_the_root_of_rfc_6962(tasks: int):
         if len(leaves) == 1:
             return leaves[0]
         half = 1 << (len(leaves) - 1).bit_length() - 1
-        return merkle.node(root_of(leaves[:half]), root_of(leaves[half:]))
+        return document.node(root_of(leaves[:half]), root_of(leaves[half:]))
 
-    lines = [merkle.line(str(n), "d") for n in range(tasks)]
-    leaves = list(map(merkle.leaf, lines))
-    root = merkle.summary((str(n), "d") for n in range(tasks))["root"]
+    lines = [document.task_line(str(n), "d") for n in range(tasks)]
+    leaves = list(map(document.leaf, lines))
+    root = document.tree_summary((str(n), "d") for n in range(tasks))["root"]
     assert root == root_of(leaves).hex()
     for place, line in enumerate(lines):
-        path = merkle.path(leaves, place)
-        assert merkle.root_from(line, place, tasks, path) == root
-        assert merkle.root_from(line, place + 1, tasks, path) != root
-        assert merkle.root_from(line, place, tasks, [*path, "00" * 32]) is None
+        path = document.tree_path(leaves, place)
+        assert document.root_from(line, place, tasks, path) == root
+        assert document.root_from(line, place + 1, tasks, path) != root
+        assert document.root_from(line, place, tasks, [*path, "00" * 32]) is None
 
 
 NAME = "projects/p/locations/l/keyRings/r/cryptoKeys/k/cryptoKeyVersions/1"
@@ -379,7 +379,7 @@ def service() -> Iterator[tuple[Kms, kms.KeyManagementServiceClient]]:
 
 def test_cloud_kms_signs_what_openssl_verifies(service: tuple[Kms, Any], tmp_path: Path):
     _, client = service
-    signer = keys.kms_signer(NAME, client)
+    signer = document.kms_signer(NAME, client)
     signed = document.encoded(b"{}")
     (tmp_path / "signed").write_bytes(signed)
     (tmp_path / "signature").write_bytes(signer.sign(signed))
@@ -399,29 +399,29 @@ def test_a_key_of_cloud_kms_that_cannot_sign_is_refused(service: tuple[Kms, Any]
     answers, client = service
     answers.damaged = 1  # which CRC32C would notice, too
     with pytest.raises(NotReached, match=f"returned a signature that is not of {NAME}"):
-        keys.kms_signer(NAME, client).sign(b"")
+        document.kms_signer(NAME, client).sign(b"")
     answers.damaged = 0
     answers.signs_with = ec.generate_private_key(ec.SECP256R1())
     with pytest.raises(NotReached, match="returned a signature that is not of"):
-        keys.kms_signer(NAME, client).sign(b"")
+        document.kms_signer(NAME, client).sign(b"")
     answers.algorithm = "EC_SIGN_P384_SHA384"
     with pytest.raises(SettingError, match=r"has the algorithm EC_SIGN_P384_SHA384\. Pass a key with EC_SIGN_P256"):
-        keys.kms_signer(NAME, client)
+        document.kms_signer(NAME, client)
     answers.status = grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(NotReached, match=r"Cloud KMS refused get_public_key of .*: 403 no permission"):
-        keys.kms_signer(NAME, client)
+        document.kms_signer(NAME, client)
 
 
 def test_other_keys_are_refused(tmp_path: Path):
     new_key(tmp_path)
     other = rsa.generate_private_key(65537, 2048)
     with pytest.raises(SettingError, match="neither an Ed25519 key nor an ECDSA key on P-256"):
-        keys.public_key(pem(other), "other.pub")
+        document.public_key(pem(other), "other.pub")
     with pytest.raises(SettingError, match="is not a private key in PEM form"):
-        keys.file_signer(str(tmp_path / "key.pub"))
+        document.file_signer(str(tmp_path / "key.pub"))
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (tmp_path / "rsa.pem").write_bytes(other.private_bytes(*form))
     with pytest.raises(SettingError, match=r"is not an Ed25519 key\. Create one: openssl genpkey"):
-        keys.file_signer(str(tmp_path / "rsa.pem"))
+        document.file_signer(str(tmp_path / "rsa.pem"))
     with pytest.raises(SettingError, match="none cannot be read: No such file"):
-        keys.file_signer("none")
+        document.file_signer("none")

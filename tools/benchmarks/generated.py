@@ -8,8 +8,7 @@ from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive.log import Window
-from outbox_pipeline.jobs.archive.windows import Archive, archivable, checksum_columns, rebalanced, write
+from outbox_pipeline.jobs.archive_files import Archive, Window, archivable, checksum_columns, rebalanced
 
 TOPICS = 5
 MILLION = 1_000_000
@@ -60,7 +59,7 @@ def archive(engine: SparkSession, folder: Path, size: int, database: str) -> Non
     files = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
     data_folder = files.new_folder(since, until)
-    write(rebalanced(archivable(tasks)), files.path(data_folder))
+    files.write(data_folder, rebalanced(archivable(tasks)))
     stored = engine.read.schema(schemas.ARCHIVED).parquet(files.path(data_folder))
     [(rows, checksum)] = stored.select(*checksum_columns()).collect()
     files.finish(Window(database, since, until, until, rows, checksum, data_folder, {}, datetime.now(UTC)))

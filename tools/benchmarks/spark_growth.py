@@ -27,7 +27,7 @@ from outbox.base.values import shown
 from outbox.devtools.child_process import LOOPBACK
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs.audit import job as audit
+from outbox_pipeline.jobs import audit
 from outbox_pipeline.spark import session
 from tests.support import cluster
 from tests.support.cluster import Cluster

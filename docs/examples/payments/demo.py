@@ -24,7 +24,7 @@ from payments.collector import Collector, collecting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from outbox_pipeline.jobs.audit.job import Audited
+    from outbox_pipeline.jobs.audit import Audited
 
 #: Debits have the account as ordering key; of ten payments one is a debit.
 TOPICS = ("debits", "credits", "statements")
@@ -159,7 +159,7 @@ class Demo:
 
     def drain(self, tasks: int) -> None:
         """Send them by Spark, beside the workers."""
-        from outbox_pipeline.jobs.drain import job as drain  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs import drain  # noqa: PLC0415 - see above
         from publishworker.process.worker_settings import RelaySettings  # noqa: PLC0415 - see above
 
         given = {"log_level": "error"}
@@ -172,7 +172,7 @@ class Demo:
     def archive(self) -> None:
         """Archive what was sent, and delete it from the table."""
         from outbox_pipeline.job_settings import ArchiveSettings  # noqa: PLC0415 - see above
-        from outbox_pipeline.jobs.archive import job as archive  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs import archive  # noqa: PLC0415 - see above
 
         seconds = WINDOW - datetime.now(UTC).timestamp() % WINDOW + ARCHIVED_AFTER
         _tell(f"waiting {seconds:.0f} s: the archive takes no window that ended less than a minute ago")
@@ -184,7 +184,7 @@ class Demo:
     def replay(self) -> int:
         """Send one topic again: what was deleted, out of the archive. Return how many."""
         from outbox_pipeline.job_settings import ReplaySettings  # noqa: PLC0415 - see above
-        from outbox_pipeline.jobs.replay import job as replay  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs import replay  # noqa: PLC0415 - see above
 
         given = {"archive": str(self.output / "archive"), "topic": AGAIN}
         done = replay.run(self.spark, ReplaySettings.read(self.of_database | given))
@@ -194,7 +194,7 @@ class Demo:
     def audit(self, name: str) -> "Audited":
         """Hold table and archive against what was received."""
         from outbox_pipeline.job_settings import AuditSettings  # noqa: PLC0415 - see above
-        from outbox_pipeline.jobs.audit import job as audit  # noqa: PLC0415 - see above
+        from outbox_pipeline.jobs import audit  # noqa: PLC0415 - see above
 
         given = {
             "received": str(self.received), "archive": str(self.output / "archive"),

@@ -36,9 +36,9 @@ from outbox.table.ddl import CANCELLED
 from outbox.table.shared_sql import NOW
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ReplaySettings
-from outbox_pipeline.jobs.archive.windows import Archive, read_archive
+from outbox_pipeline.jobs.archive_files import Archive, read_archive
 from outbox_pipeline.source.datasource import decoded, read_tasks
-from outbox_pipeline.source.options import RowFilter
+from outbox_pipeline.source.parts import RowFilter
 from outbox_pipeline.spanner import CALL_SECONDS, COMMIT_BYTES, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, totals
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
@@ -99,13 +99,6 @@ class ReplaySelection:
     where: str | None = None
     to: str | None = None
 
-    @classmethod
-    def parsed(cls, text: str) -> "ReplaySelection":
-        """Return the selection that `text` describes."""
-        given = json.loads(text)
-        times = {name: datetime.fromisoformat(given[name]) for name in ("since", "until") if name in given}
-        return cls(**given | times)
-
 
 def run(
     spark: SparkSession,
@@ -136,7 +129,7 @@ def run(
             begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
             id, started_at = begun.id, begun.started_at
         _info(f"Replay {id} of {as_json(asdict(selection))}. If it is interrupted, continue it with --resume {id}")
-        done = job.replay(id, started_at)
+        done = job.replay(started_at)
         done.replay_id = id
         operations.end(table, id, Tasks=done.selected - done.missing - (done.refused or 0))
         told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
@@ -188,7 +181,9 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
             f"--resume {id}: this replay finished at {shown(found.finished_at)}. Start a new one instead"
         )
     try:
-        return ReplaySelection.parsed(found.selection), found.started_at
+        given = json.loads(found.selection)
+        times = {name: datetime.fromisoformat(given[name]) for name in ("since", "until") if name in given}
+        return ReplaySelection(**given | times), found.started_at
     except (ValueError, TypeError, RecursionError):
         raise SettingError(
             f"--resume {id}: the column Selection of this row is not that of a replay: {found.selection!r}"
@@ -200,7 +195,7 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
 
     Spark must be able to parse the predicate, and it must be deterministic. Raises SettingError, OutboxError.
     """
-    if selection.archive and not Archive(spark, selection.archive).windows(table.name):
+    if selection.archive and not Archive(spark, selection.archive).log.windows(table.name):
         raise OutboxError(f"--archive {selection.archive} has no finished window. Check the path")
     if not selection.where:
         return
@@ -235,41 +230,36 @@ class _Job:
             sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
         )
 
-    def replay(self, id: str, started_at: datetime) -> Replayed:
+    def replay(self, started_at: datetime) -> Replayed:
         """Make the selected tasks unsent, and insert those that only the archive has."""
         parts, rate = divided(self.spark, self.settings.max_rows_per_second)
         rows = in_order(self._selected(started_at), parts)
         if self.selection.to:
             rows, pubsub = rows.select("Id", "OrderingKey", "Data", "CreatedAt"), self.table.pubsub
-            [counts] = collected(totals(map_rows(rows, _COUNTS_TO, publish_rows, pubsub, self.selection.to, rate)))
-            return Replayed(selected=sum(counts.values()), **counts)
-        rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
-        answers = map_rows(rows, _COUNTS, replay_rows, self.settings, started_at, rate)
-        [counts] = collected(totals(answers))
+            counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, pubsub, self.selection.to, rate))
+        else:
+            rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
+            counts = totals(map_rows(rows, _COUNTS, replay_rows, self.settings, started_at, rate))
         return Replayed(selected=sum(counts.values()), **counts)
 
     def _selected(self, started_at: datetime) -> DataFrame:
         """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
-        archive = self.selection.archive
-        return self._of_archive(archive, until) if archive else self._of_table(until, self._snapshot(started_at))
+        archive, where = self.selection.archive, self.selection.where
+        tasks = self._of_archive(archive, until) if archive else self._of_table(until, started_at)
+        return tasks.where(where) if where else tasks
 
-    def _snapshot(self, started_at: datetime) -> datetime:
-        """Return the time as of which the table is read: `started_at`, or now if Spanner has no versions of then.
+    def _of_table(self, until: datetime, started_at: datetime) -> DataFrame:
+        """Read the table as of `started_at`, or as of now if Spanner has no versions of then.
 
-        For a replay from the table, the remaining tasks are the same, because the finished ones are unsent or were sent
-        since.
+        The remaining tasks are the same, because the finished ones are unsent or were sent since.
         """
-        now = self.table.now()
+        given, now = self.selection, self.table.now()
         is_kept = started_at > now - self.table.retention() + TIME_TO_READ and self.table.keeps(started_at)
-        return started_at if is_kept else now
-
-    def _of_table(self, until: datetime, at: datetime) -> DataFrame:
-        given = self.selection
         needed = (*_OF_TABLE, "Topic", "SentAt", *(["Data"] if given.to else []))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else needed
         wanted = RowFilter("sent", given.topic, given.since, until)
-        return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
+        return read_tasks(self.spark, self.settings, columns, started_at if is_kept else now, wanted)
 
     def _of_archive(self, archive: str, until: datetime) -> DataFrame:
         given = self.selection
@@ -280,13 +270,7 @@ class _Job:
         tasks = tasks.withColumn("_number", f.row_number().over(last)).where("_number = 1").drop("_number")
         tasks = tasks.where(tasks.SentAt < until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
-        if given.where:
-            tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
-        return self._matching(tasks)
-
-    def _matching(self, tasks: DataFrame) -> DataFrame:
-        """Return the tasks for which the SQL predicate is true."""
-        return tasks.where(self.selection.where) if self.selection.where else tasks
+        return decoded(tasks).withColumn("State", f.lit("sent")) if given.where else tasks
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:

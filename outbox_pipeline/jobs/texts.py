@@ -1,11 +1,59 @@
-"""Parses JSON objects without changing a value: numbers and nested values keep the bytes of the input.
+"""IDs and digests of rows and messages, and members of JSON objects, in plain Python.
 
-Spark would parse and serialize them again (`1.10` becomes `1.1`), replace invalid UTF-8 and half a surrogate pair, and
-accept more than JSON.
+Applications, which need the IDs, and auditors, who need the digests, need no Spark.
 """
 
+import hashlib
 import json
 import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID, uuid5
+
+from outbox.base.values import plain
+from outbox.message import TASK_ID_ATTRIBUTE
+
+#: The namespace of all derived IDs.
+NAMESPACE = UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55")
+EPOCH, MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
+
+
+def task_id(topic: str, *key: str) -> str:
+    """Return the ID that `register` gives a row with this topic and these values of its key columns."""
+    return derived(map(plain, (topic, *key)))
+
+
+def derived(parts: Iterable[str | None]) -> str:
+    """Return the ID of a list of texts. None differs from every text."""
+    name = "".join("-" if part is None else f"{len(part.encode())}:{part}" for part in parts)
+    return str(uuid5(NAMESPACE, name))
+
+
+def whole_row_id(row: Mapping[str, Any]) -> str:
+    """Return the ID of a row of `schemas.INPUT` without a key. It depends on the values only."""
+    attributes = row["attributes"]
+    pairs = None if attributes is None else [{"key": name, "value": attributes[name]} for name in sorted(attributes)]
+    others = (row[name] for name in ("priority", "ordering_key", "at_most_once", "sequence"))
+    times = (row[name] for name in ("available_at", "expires_at"))
+    return derived(
+        [
+            row["topic"],
+            None if row["data"] is None else row["data"].hex().upper(),
+            json.dumps({"attributes": pairs}, ensure_ascii=False, separators=(",", ":")),
+            *(text(value) for value in others),
+            *(None if time is None else str((time - EPOCH) // MICROSECOND) for time in times),
+        ]
+    )
+
+
+def text(value: object) -> str | None:
+    """Return a value as Spark casts it to a text. A decimal keeps the digits of its column."""
+    if value is None or isinstance(value, str):
+        return value
+    return str(value).lower() if isinstance(value, bool) else f"{value:f}" if isinstance(value, Decimal) else str(value)
+
 
 #: What to do with a text in another encoding.
 CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
@@ -85,3 +133,25 @@ def _punctuation(text: str, place: int, allowed: str) -> tuple[str, int]:
     if found is None or found[1] not in allowed:
         raise json.JSONDecodeError(f"Expecting {' or '.join(allowed)}", text, place)
     return found[1], found.end()
+
+
+#: Attributes that were not registered, because the relay, Pub/Sub or a subscription adds them: the task ID; the
+#: ordering key, which subscriptions write into the attributes; Google's own and tracing attributes; the attributes of a
+#: dead-letter topic, see https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
+ADDED = (TASK_ID_ATTRIBUTE, "ordering_key")
+ADDED_PREFIXES = ("goog", "CloudPubSubDeadLetter")
+
+
+def sha256_of(data: bytes, attributes: Mapping[str, str]) -> str:
+    """Return the digest of a message, as `received.sha256` computes it with Spark (docs/pipeline/certificate.md)."""
+    registered = {name: attributes[name] for name in attributes if name not in ADDED}
+    lines = [
+        f"{_hex(name.encode())} {_hex(text.encode())}"
+        for name, text in registered.items()
+        if not name.startswith(ADDED_PREFIXES)
+    ]
+    return _hex("".join(f"{each}\n" for each in [_hex(data), *sorted(lines)]).encode())
+
+
+def _hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,25 +1,33 @@
-"""Reads the messages that Pub/Sub's subscriptions to BigQuery and Cloud Storage write."""
+"""Reads what `audit` compares with tasks: messages of Pub/Sub's subscriptions, and records of a subscriber's inbox."""
 
+import dataclasses
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import fastavro
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, MapType, StringType, TimestampType
+from pyspark.sql.types import BinaryType, MapType, StringType, StructType, TimestampType
 
 from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
+from outbox.inbox.once import TABLE, table_errors
 from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.program.settings import DatabaseSettings
+from outbox.table.connection import open_database
+from outbox.table.transactions import retry_and_timeout
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit.attributes import ADDED, ADDED_PREFIXES
-from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS
-from outbox_pipeline.spark.inputs import Input
+from outbox_pipeline.job_settings import AuditSettings, format_of
+from outbox_pipeline.jobs.texts import ADDED, ADDED_PREFIXES, EPOCH
+from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS, KeyPart, column, key_parts
+from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
+from outbox_pipeline.spark.files import checked, read_all_columns, read_table
+from outbox_pipeline.spark.spark_tasks import read_partitions, read_parts
 
-#: A publish time outside these bounds is unreadable.
-_FIRST, _LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
+#: A publish time after this one, or before 1970, is unreadable.
+_LAST = datetime(9000, 1, 1, tzinfo=UTC)
 #: The columns of the messages, described in docs/pipeline/audit.md, with the types of Avro files:
 #: https://cloud.google.com/pubsub/docs/create-cloudstorage-subscription#file_format. Other columns are ignored.
 MESSAGES = schemas.optional(
@@ -30,26 +38,37 @@ MESSAGES = schemas.optional(
 )
 #: The schema for JSON lines. Every column is read as a text and parsed later.
 LINES = schemas.optional(**dict.fromkeys(MESSAGES.names, StringType()))
+#: A record, without its consumer.
+RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
 
 
-def read_avro(given: Input) -> DataFrame:
-    """Return the messages of a subscription's Avro files, without a jar. A Spark task holds a whole file in memory.
-
-    Spark raises SettingError if the files have another schema, and OutboxError if a file is damaged.
-    """
-    files = given.reader_of_files().format("binaryFile").load(given.path).select("path", "content")
-    return files.mapInArrow(_decode, MESSAGES)
+def messages(spark: SparkSession, settings: AuditSettings) -> DataFrame:
+    """Return the received messages with the columns of their table or files. Raises SettingError, OutboxError."""
+    if settings.received_table:
+        return read_table(spark, "--received-table", settings.received_table)
+    form = settings.received_format
+    if form == "auto":
+        form = format_of(settings.received) or "parquet"
+    given = checked(spark, settings.received, form)
+    if form == "avro":  # needs no jar, but a Spark task holds a whole file in memory
+        files = given.reader_of_files().format("binaryFile").load(given.path)
+        return files.select("path", "content").mapInArrow(_decode, MESSAGES)
+    if form == "json":
+        given.check_columns(LINES.names)
+        return given.reader().schema(LINES).json(settings.received)
+    return read_all_columns(given)
 
 
 def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the messages of Avro files. Raises SettingError for another schema, and OutboxError for a damaged file."""
     schema = schemas.arrow(MESSAGES)
     for batch in batches:
         for path, content in zip(batch["path"].to_pylist(), batch["content"], strict=True):
             try:
                 file: Any = fastavro.reader(pa.BufferReader(content.as_buffer()))
                 _check(path, {field["name"] for field in file.writer_schema["fields"]})
-                for messages in chunked(file, ARROW_ROWS, ARROW_BYTES, lambda message: len(message["data"])):
-                    yield pa.RecordBatch.from_pylist(messages, schema)
+                for found in chunked(file, ARROW_ROWS, ARROW_BYTES, lambda message: len(message["data"])):
+                    yield pa.RecordBatch.from_pylist(found, schema)
             except OutboxError:
                 raise
             except Exception as error:
@@ -114,7 +133,7 @@ def _time(messages: DataFrame) -> Column:
         raise SettingError(f"Column publish_time is {type_}, but must be a timestamp, or a string with an offset")
     time = f.col("publish_time").try_cast("timestamp")
     # Spark supports years that Python's datetime does not.
-    return f.when(time.between(f.lit(_FIRST), f.lit(_LAST)), time)
+    return f.when(time.between(f.lit(EPOCH), f.lit(_LAST)), time)
 
 
 def _data(messages: DataFrame, *, base64: bool) -> Column:
@@ -156,3 +175,32 @@ def _is_registered(name: Column, _: Column) -> Column:
     for prefix in ADDED_PREFIXES:
         added |= name.startswith(prefix)
     return ~added
+
+
+def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
+    """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
+    *path, name = (settings.inbox_database or settings.database).split("/")
+    named: dict[str, Any] = dict(zip(("project", "instance"), path[1::2], strict=False))
+    database = dataclasses.replace(settings, database=name, **named)
+    if not any(True for _ in inbox_rows(database, settings.inbox, KeyPart("", ""), limit=1)):
+        raise OutboxError(
+            f"Consumer {settings.inbox!r} has no record in {TABLE} of {name}. Check --inbox and --inbox-database"
+        )
+
+    def read(part: KeyPart) -> Iterator[pa.RecordBatch]:
+        for rows in chunked(inbox_rows(database, settings.inbox, part), ARROW_ROWS):
+            ids, at = zip(*rows, strict=True)
+            yield pa.RecordBatch.from_arrays([column("Id", ids), column("SentAt", at)], schema=schemas.arrow(RECORD))
+
+    return read_parts(spark, read, key_parts(read_partitions(spark)), RECORD)
+
+
+def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: int = 0) -> Iterator[list[Any]]:
+    """Yield TaskId and ProcessedAt of a range of task IDs, undecoded. Raises NotReached if the table is missing."""
+    database: Any = open_database(settings, CALL_SECONDS)
+    with table_errors(), database.snapshot() as snapshot:
+        yield from snapshot.read(
+            TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
+            request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},
+            **retry_and_timeout(TABLE_SECONDS),
+        )  # fmt: skip

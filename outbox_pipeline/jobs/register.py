@@ -1,4 +1,7 @@
-"""`register`: turns the rows of files, of a table or of a DataFrame into tasks."""
+"""`register`: turns the rows of files, of a table or of a DataFrame into tasks.
+
+It reads and sorts the rows. `register_rows` checks and inserts them in Spark tasks.
+"""
 
 import csv
 import logging
@@ -9,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException
-from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructType
 
@@ -17,11 +20,21 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RegisterSettings, format_of_input
-from outbox_pipeline.jobs.register.executor import ANSWER, REJECTS, new_run, register_rows
-from outbox_pipeline.jobs.register.json_objects import CONVERT
-from outbox_pipeline.jobs.register.rows import COLUMNS, LINE, PARSE_ERROR, UNPARSED, check, complete
+from outbox_pipeline.jobs.register_rows import (
+    ANSWER,
+    COLUMNS,
+    LINE,
+    PARSE_ERROR,
+    REJECTS,
+    UNPARSED,
+    check,
+    complete,
+    new_run,
+    register_rows,
+)
+from outbox_pipeline.jobs.texts import CONVERT
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.inputs import Input, checked, read_all_columns, read_table
+from outbox_pipeline.spark.files import Input, checked, read_all_columns, read_table
 from outbox_pipeline.spark.spark_tasks import divided, map_rows, placed, totals
 from outbox_pipeline.spark.stack_traces import spark_errors
 
@@ -35,9 +48,6 @@ _EMPTY = "\xffan empty text\xff"
 _OPEN = r"""^(?:(?:"(?:[^"]++|"")*+"[^,]*+|[^",][^,]*+)?+,)*+"(?:[^"]++|"")*+\z"""
 #: What other programs write to CSV for NULL.
 _NULL, _NULL_DATA = r"^(?:NULL|null|\\N|\(null\)|<NA>|NaN|nan|None)$", r"^(?:NULL|\\N)$"
-
-#: A temporary view of the rows for `selected`.
-_INPUT = "outbox_input"
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -125,7 +135,7 @@ def read(
     any_columns: bool = False,
     multi_line: bool = False,
 ) -> DataFrame:
-    """Return the rows of files, with the columns of the job, or with `any_columns`.
+    """Return the rows of files, with the columns of the job, or with `any_columns`, in the types that Spark finds.
 
     `multi_line` says that values of CSV files can have line breaks.
 
@@ -139,8 +149,13 @@ def read(
     if format == "csv":
         return _read_csv(given, multi_line=multi_line)
     if any_columns:
-        return read_any_json(given.reader(), path)
-    return json_lines(given.reader().text(path))
+        rows = given.reader().json(path, columnNameOfCorruptRecord=UNPARSED)
+        if UNPARSED not in rows.columns:
+            return rows
+        return rows.withColumn(PARSE_ERROR, f.when(f.col(UNPARSED).isNotNull(), f.lit("the line is not a JSON object")))
+    lines = given.reader().text(path).where(f.col("value").rlike(r"\S"))
+    # As bytes, because Spark would replace invalid UTF-8.
+    return lines.withColumn("value", f.col("value").cast("binary")).withColumnRenamed("value", LINE)
 
 
 def _read_csv(given: Input, *, multi_line: bool) -> DataFrame:
@@ -165,7 +180,7 @@ def _read_csv(given: Input, *, multi_line: bool) -> DataFrame:
         f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
     )
     columns = head.columns
-    if end == "\n" and columns:  # otherwise the last value of the line would end with a carriage return
+    if end == "\n":  # otherwise the last value of the line would end with a carriage return
         last = f.col(f"`{columns[-1]}`")
         why = why.when(last.endswith("\r"), f.lit("the line ends with CR LF, but the header with LF"))
     texts = {name: f.col(f"`{name}`") for name in (*columns, UNPARSED)}
@@ -200,12 +215,16 @@ def _without_null_texts(rows: DataFrame, columns: Sequence[str], of_folders: Seq
         )
         for name, is_null in nulls.items()
     ]
+    reason = f.coalesce(PARSE_ERROR, *reasons)
+    if of_folders:  # the line does not have their columns
+        values = [f.concat(f.lit(f"{name}="), f.coalesce(f.col(f"`{name}`"), f.lit("NULL"))) for name in of_folders]
+        reason = f.concat(reason, f.lit(" (folder "), f.concat_ws("/", *values), f.lit(")"))
     # So that nobody can register the line by accident.
     line = f.concat(f.lit("(a text can mean NULL) "), f.to_json(f.struct(*(f.col(f"`{name}`") for name in columns))))
     return rows.withColumns(
         {
             UNPARSED: f.coalesce(UNPARSED, f.when(f.greatest(*nulls.values(), f.lit(False)), line)),
-            PARSE_ERROR: in_folders(f.coalesce(PARSE_ERROR, *reasons), of_folders),
+            PARSE_ERROR: reason,
         }
     )
 
@@ -222,47 +241,22 @@ def _name(column: str, path: str) -> str:
     return name if name.encode().decode(_BYTES) == column else next(csv.reader([name]))[0]
 
 
-def json_lines(lines: DataFrame) -> DataFrame:
-    """Return the lines of a column `value` that are not empty as the column LINE, with the columns of folders."""
-    # As bytes, because Spark would replace invalid UTF-8.
-    value = f.col("value")
-    return lines.where(value.rlike(r"\S")).withColumn("value", value.cast("binary")).withColumnRenamed("value", LINE)
-
-
-def read_any_json(reader: DataFrameReader, path: str) -> DataFrame:
-    """Return the rows of JSON lines with all their columns, in the types that Spark finds."""
-    rows = reader.json(path, columnNameOfCorruptRecord=UNPARSED)
-    if UNPARSED not in rows.columns:
-        return rows
-    return rows.withColumn(PARSE_ERROR, f.when(f.col(UNPARSED).isNotNull(), f.lit("the line is not a JSON object")))
-
-
 def selected(rows: DataFrame, select: str) -> DataFrame:
     """Return the columns that Spark SQL makes of the rows. A line that cannot be parsed is kept as it is.
 
     Raises SettingError with Spark's own position in `select`.
     """
-    rows.createOrReplaceTempView(_INPUT)
     # Under other names, because * selects the columns, too.
-    ours = {f"{_INPUT}{name}": name for name in (UNPARSED, PARSE_ERROR) if name in rows.columns}
+    ours = {f"outbox{name}": name for name in (UNPARSED, PARSE_ERROR) if name in rows.columns}
     more = "".join(f", {name} AS {renamed}" for renamed, name in ours.items())
+    literal = select.replace("{", "{{").replace("}", "}}")
     try:
-        found = rows.sparkSession.sql(f"SELECT\n{select}\n{more} FROM {_INPUT}")
+        found = rows.sparkSession.sql(f"SELECT\n{literal}\n{more} FROM {{rows}}", rows=rows)
     except AnalysisException as error:
         sentence = re.sub(r";? *SQLSTATE: \w+", "", str(error).strip().partition("\n")[0]).rstrip("; ")
         where = re.sub(r"line (\d+)", lambda found: f"line {int(found[1]) - 1}", sentence)
         raise SettingError(f"--select: {where}") from None
-    finally:
-        rows.sparkSession.catalog.dropTempView(_INPUT)
     return found.drop(*ours.values()).withColumnsRenamed(ours)
-
-
-def in_folders(reason: Column, folders: Sequence[str]) -> Column:
-    """Add the columns of folders to the reason to reject a line, because the line does not have them."""
-    if not folders:
-        return reason
-    each = [f.concat(f.lit(f"{name}="), f.coalesce(f.col(f"`{name}`"), f.lit("NULL"))) for name in folders]
-    return f.concat(reason, f.lit(" (folder "), f.concat_ws("/", *each), f.lit(")"))
 
 
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
@@ -300,11 +294,5 @@ def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_seco
     folder = f"{rejects}/{new_run()}"
     began = open_table(target).now()
     parts, rate = divided(tasks.sparkSession, per_second)
-    answers = map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate, folder)
-    [row] = totals(answers).collect()
-    counts = row.asDict()
-    return Registered(
-        read=sum(counts.values()),
-        **counts,
-        rejects=folder if counts["rejected"] else None,
-    )
+    counts = totals(map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate, folder))
+    return Registered(read=sum(counts.values()), **counts, rejects=folder if counts["rejected"] else None)

@@ -1,4 +1,4 @@
-"""Compares tasks with received messages.
+"""Compares tasks with received messages, and with the records of a subscriber's inbox.
 
 Only IDs, times, numbers and digests are shuffled. The window and a task's times are by Spanner's clock, publish_time is
 by Pub/Sub's clock, and CLOCK_SKEW is the max difference between the two.
@@ -12,7 +12,7 @@ from pyspark.sql import functions as f
 
 from outbox.table.states import MARKS_FINAL_AFTER, RANGES
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit.received import digest, sha256
+from outbox_pipeline.jobs.audit_inputs import digest, sha256
 
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = (
@@ -24,6 +24,8 @@ STATES = ("delivered", "late", "lost", "arriving", "pending", "dead", "cancelled
 #: Possible flaws of a task's messages. A column of this name counts each of them.
 FLAWS = ("republished", "redelivered", "mismatched", "cancelled_after_publish")
 OUT_OF_ORDER = "out_of_order"
+#: Each record or received task is in at most one of these classes.
+APPLIED, NOT_APPLIED, APPLIED_LATE, UNREGISTERED = EFFECTS = ("applied", "not_applied", "applied_late", "unregistered")
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 #: The counts of a group of tasks, and all numbers of it: also the latencies in seconds.
 COUNTS = ("tasks", *STATES, "messages", *FLAWS)
@@ -91,15 +93,17 @@ def once(sendings: DataFrame) -> DataFrame:
 def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFrame:
     """Return JUDGED: a row for each sending with its outcome, and a row for each received ID without a task.
 
-    `sendings` come from `sends`, and `deliveries` from `received.received`.
+    `sendings` come from `sends`, and `deliveries` from `audit_inputs.received`.
     """
     of_it = f.col("task_id") == f.col("received_id")
     joined = _bounded(sendings).join(_by_task(deliveries), of_it, "full_outer")
     # Almost every task was sent once, so the common case avoids the slow functions on array elements.
     after, before = f.col("after"), f.col("before")
-    own = f.when(after.isNull() & before.isNull(), f.col("received")).otherwise(
-        f.filter("received", lambda each: _between(each["at"], after, before))
-    )
+
+    def between(each: Column) -> Column:
+        return (after.isNull() | (each["at"] > after)) & (before.isNull() | (each["at"] <= before))
+
+    own = f.when(after.isNull() & before.isNull(), f.col("received")).otherwise(f.filter("received", between))
     digest = f.col("digest")
     columns = {
         "task_id": f.coalesce("task_id", "received_id"),
@@ -139,10 +143,6 @@ def _distinct(deliveries: Column) -> Column:
     """Return the number of distinct messages of an array of deliveries, 0 if it is NULL."""
     many = f.array_size(f.array_distinct(deliveries["message"]))
     return f.coalesce(f.when(f.array_size(deliveries) == 1, 1).otherwise(many), f.lit(0)).cast("long")
-
-
-def _between(at: Column, after: Column, before: Column) -> Column:
-    return (after.isNull() | (at > after)) & (before.isNull() | (at <= before))
 
 
 def _bounded(sendings: DataFrame) -> DataFrame:
@@ -264,6 +264,35 @@ def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:
     each = wrong.withColumn("class", f.explode(f.array_compact(f.array(*classes))))
     both = each.unionByName(overtaken.withColumn("class", f.lit(OUT_OF_ORDER)), allowMissingColumns=True)
     return both.withColumn("processed_at", f.lit(None).cast("timestamp")).select(*schemas.FOUND.fieldNames())
+
+
+def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:
+    """Return `schemas.FOUND`: a row for each class that a task of `judged`, or a record, is in.
+
+    A task is judged by all of its sendings together. A record of a message ID belongs to no task.
+    """
+    earliest = [f.min(name).alias(name) for name in ("topic", "state", "sent_at", "cancelled_at", "first_at")]
+    tasks = rows.groupBy("task_id", "created_at").agg(
+        *earliest, f.sum("messages").alias("messages"), f.lit(True).alias("judged")
+    )
+    of_tasks = inbox.where(~f.col("task_id").rlike("^[0-9a-f]{8}-message-"))
+    at, received = f.col("processed_at"), f.col("first_at")
+    applied = f.col("state").isin(*STATES) & at.isNotNull()
+    due = f.col("state").isin(*STATES) & (received < f.lit(rules.horizon - rules.grace))
+    # Earlier records can belong to tasks that were not read.
+    alone = f.col("judged").isNull()
+    if rules.since is not None:
+        alone &= at >= f.lit(rules.since + rules.grace)
+    found = (
+        f.when(applied & (at > received + f.lit(rules.grace)), APPLIED_LATE)
+        .when(applied, APPLIED)
+        .when(due & at.isNull(), NOT_APPLIED)
+        .when((at < f.lit(rules.known_until)) & (alone | (f.col("state") == "unknown")), UNREGISTERED)
+    )
+    joined = tasks.join(of_tasks, "task_id", "full_outer").withColumns({"class": found, "overtaken_at": f.lit(None)})
+    return joined.where("class IS NOT NULL").select(
+        *(f.col(field.name).cast(field.dataType) for field in schemas.FOUND)
+    )
 
 
 def samples(found: DataFrame, count: int) -> DataFrame:

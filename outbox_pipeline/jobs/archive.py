@@ -22,9 +22,9 @@ from outbox.table.ddl import CANCELLED
 from outbox.table.states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
-from outbox_pipeline.jobs.archive.log import Window
-from outbox_pipeline.jobs.archive.windows import (
+from outbox_pipeline.jobs.archive_files import (
     Archive,
+    Window,
     archivable,
     bounds,
     checksum_columns,
@@ -32,7 +32,7 @@ from outbox_pipeline.jobs.archive.windows import (
     rebalanced,
 )
 from outbox_pipeline.source.datasource import read_cancelled, read_tasks
-from outbox_pipeline.source.options import RowFilter
+from outbox_pipeline.source.parts import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Rows, map_rows, totals
 from outbox_pipeline.spark.stack_traces import spark_errors
@@ -62,7 +62,7 @@ def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, 
     """Archive all windows that ended since the last run. Raises SettingError, NotReached, OutboxError."""
     job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings))
     done = Archived()
-    windows = job.files.windows(job.table.name)
+    windows = job.files.log.windows(job.table.name)
     for since, until in job.due(windows):
         window = job.archive(since, until, late=late)
         windows.append(window)
@@ -138,9 +138,7 @@ class _Job:
         both = sent.unionByName(cancelled, allowMissingColumns=True)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(both)).observe(observed, *checksum_columns())
-        # Sorted by topic, so a reader of one topic can skip parts of the files.
-        in_order = tasks.sortWithinPartitions("SentDate", "Topic")
-        in_order.write.partitionBy("SentDate").parquet(self.files.path(data))
+        self.files.write(data, tasks)
         window = self.files.finish(
             Window(self.table.name, since, until, at, data=data, files={}, written_at=self.table.now(), **observed.get)
         )
@@ -153,7 +151,7 @@ class _Job:
         for window in windows:
             try:
                 with spark_errors():
-                    self.files.prove(window)
+                    self.files.files_of(window)
             except OutboxError as error:
                 damaged.append(str(error))
             else:
@@ -176,14 +174,13 @@ class _Job:
             operations.begin(self.table, "purge", selection, OperationId=id, Tasks=0)
         sent = self.files.read([window]).where("SentAt IS NOT NULL")
         tasks = sent.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
-        [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id)).collect()
+        counts = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id))
         operations.end(self.table, id)
-        self.files.log.note_purged(window, row.asDict(), self.table.now())
+        self.files.log.note_purged(window, counts, self.table.now())
         done.purged_windows += 1
-        done.deleted += row.deleted
-        done.resent += row.resent
-        done.missing += row.missing
-        _info(f"purged {row.deleted:,} tasks sent from {shown(window.since)} to {shown(window.until)}")
+        for name, number in counts.items():
+            setattr(done, name, getattr(done, name) + number)
+        _info(f"purged {counts['deleted']:,} tasks sent from {shown(window.since)} to {shown(window.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
         """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""

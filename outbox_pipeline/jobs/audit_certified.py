@@ -15,11 +15,10 @@ from outbox._version import __version__
 from outbox.base.values import counted, shown
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs.archive.log import Window
-from outbox_pipeline.jobs.archive.windows import Archive, floor
-from outbox_pipeline.jobs.audit import transforms as audit
-from outbox_pipeline.jobs.certificate import document, keys, merkle
-from outbox_pipeline.jobs.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
+from outbox_pipeline.jobs import audit_transforms as audit
+from outbox_pipeline.jobs import certificate as document
+from outbox_pipeline.jobs.archive_files import Archive, Window, floor
+from outbox_pipeline.jobs.certificate import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
 from outbox_pipeline.spark.files import PATTERN, Folder
 from outbox_pipeline.spark.spark_tasks import collected
 
@@ -62,20 +61,18 @@ class Certifier:
         self._spark = spark
         self._settings = settings
         self._database = database
-        self._since: Any = settings.since
-        self._until: Any = settings.until
-        self._signer = keys.kms_signer(settings.kms_key) if settings.kms_key else keys.file_signer(settings.key_file)
-        self._previous = self._read_previous() if settings.previous else None
+        bounds: tuple[Any, Any] = (settings.since, settings.until)
+        self._since, self._until = bounds
+        kms, file = settings.kms_key, settings.key_file
+        self._signer = document.kms_signer(kms) if kms else document.file_signer(file)
+        self._previous: document.Certificate | None = None
+        if path := settings.previous:
+            if (payload := self._payload(path)) is None:
+                raise OutboxError(f"--previous {path} does not exist. Certify that window first")
+            self._previous = document.read(payload, path)
+            document.check_next(self._previous, settings.certificate, database, self._since)
         self._archive = Archive(spark, settings.archive)
         self._windows: Sequence[Window] = ()
-
-    def _read_previous(self) -> document.Certificate:
-        path = self._settings.previous
-        if (payload := self._payload(path)) is None:
-            raise OutboxError(f"--previous {path} does not exist. Certify that window first")
-        found = document.read(payload, path)
-        document.check_next(found, self._settings.certificate, self._database, self._since)
-        return found
 
     def _payload(self, path: str) -> bytes | None:
         """Return the payload of a certificate, or None if the file does not exist. Raises OutboxError."""
@@ -111,10 +108,8 @@ class Certifier:
         end = f.lit(self._end)
         task = ["task_id", "created_at"]
         kept = archived.withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
-        lacking = (
-            live.where(self._of_window() & (f.col("ended") < end)).join(kept, [*task, "ended"], "left_anti").count()
-        )
-        if lacking:
+        ended = live.where(self._of_window() & (f.col("ended") < end))
+        if lacking := ended.join(kept, [*task, "ended"], "left_anti").count():
             raise OutboxError(
                 f"{self._settings.archive} lacks {counted(lacking, 'task')} of the window, sent or cancelled before "
                 f"{shown(self._end)}. Use the complete archive"
@@ -146,7 +141,7 @@ class Certifier:
                 "grace_seconds": rules.grace.total_seconds(),
                 "received_data": self._settings.received_data,
             },
-            "tasks": merkle.summary(self._tasks()),
+            "tasks": document.tree_summary(self._tasks()),
             "counts": {"unknown": done.unknown, "foreign": done.foreign},
             "topics": topics,
             "not_delivered": listed,
@@ -190,7 +185,7 @@ class Certifier:
         """Return the digests of the files by their names in a certificate."""
         files: dict[str, str] = {}
         for window in self._windows:
-            named = {window.commit: self._archive.log.digest(window), **window.files}
+            named = {window.commit: self._archive.log.sha256(window.commit), **window.files}
             files |= {ARCHIVE + name: digest for name, digest in named.items()}
         # Received files are named as in the folder before the first pattern, so a copy of that folder can be checked.
         received = self._settings.received

@@ -1,1 +1,0 @@
-"""`drain`: Spark tasks run workers that send a backlog."""

@@ -1,1 +1,0 @@
-"""`replay`: sends sent tasks again, from the table or from the archive."""
