@@ -78,14 +78,10 @@ def parsed(text: str) -> ET.Element:
     return ET.fromstring(text)
 
 
-def words(text: str) -> str:
-    [body] = parsed(text).iter("body")
-    return " ".join(" ".join(body.itertext()).split())
-
-
 def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
     data = rich()
-    shown_text = words(rich_page)
+    [body] = parsed(rich_page).iter("body")
+    shown_text = " ".join(" ".join(body.itertext()).split())
     for name in CLASSES:
         assert re.search(rf"\b{data[name]:,} +{name.replace('_', ' ')}\b", shown_text), name
     for text in (HOSTILE[0], HOSTILE[1], "table and archive", "10m"):

@@ -42,10 +42,6 @@ def kinds(batches: list[Claim]) -> Counter[str]:
     return Counter(id.split("-")[0] for id in ids(batches))
 
 
-def topics(batches: list[Claim]) -> Counter[str]:
-    return Counter(batch.topic for batch in batches)
-
-
 randoms = st.integers(0, 2**32).map(Random)
 candidates = st.lists(
     st.builds(

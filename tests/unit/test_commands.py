@@ -305,7 +305,6 @@ def test_prefixes_become_full_ids(monkeypatch: pytest.MonkeyPatch):
         full_ids(table, parsed("cancel", "--yes", "0e3c"), ["0e3c"])
 
 
-MANY = "0123456789a"
 GO_ON = "outbox retry --state dead --until 2026-11-21T13:00:00.000000Z --yes"
 
 

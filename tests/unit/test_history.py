@@ -336,16 +336,12 @@ def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics:
 
     ranges = [(shard, topic, 99) for shard in range(shards) for topic in waiting]
     rows, full = backlog.count(query, "", ranges)
-    target = int(manifest()["metrics"][0]["external"]["target"]["averageValue"])
+    path = Path(__file__).parents[2] / "k8s/components/autoscaling/horizontalpodautoscaler.yaml"
+    [metric] = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["metrics"]
+    target = int(metric["external"]["target"]["averageValue"])
     assert sum(row.number for row in rows) >= shards * target
     assert {topic for _, topic in full} == {topic for topic, number in waiting.items() if number > 3}
     assert sum(read) <= 2 * max(backlog.MAX_TOTAL, shards * backlog.COUNT_LIMIT) + len(ranges) * backlog.MIN_COUNT_LIMIT
-
-
-def manifest() -> dict[str, Any]:
-    path = Path(__file__).parents[2] / "k8s/components/autoscaling/horizontalpodautoscaler.yaml"
-    spec: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]
-    return spec
 
 
 def test_pending_tasks_of_a_paused_topic_are_in_no_total():

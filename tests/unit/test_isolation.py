@@ -23,17 +23,12 @@ def large() -> Bench:
     return Bench(size=100, batches=8, batch_bytes=8_000_000)
 
 
-def add_poison(bench: Bench, topics: int) -> None:
-    """Add urgent tasks of topics that do not exist, or of no such topic: then bodies of good tasks' topic are bad."""
-    for n in range(MANY):
-        topic, data = (f"missing{n % topics}", serialized()) if topics else ("orders", b"\xff\xff")
-        bench.store.insert(f"bad{n}", topic, data, priority=100)
-
-
 @pytest.mark.parametrize("topics", [0, 1, 20])
 def test_poison_delays_good_tasks_by_one_poll_after_its_first_attempt(large: Bench, topics: int) -> None:
-    """Once all poison before them was tried, the next turn sends the good tasks."""
-    add_poison(large, topics)
+    """The poison: urgent tasks of topics that do not exist, or tasks of the good topic with bad bodies."""
+    for n in range(MANY):
+        topic, data = (f"missing{n % topics}", serialized()) if topics else ("orders", b"\xff\xff")
+        large.store.insert(f"bad{n}", topic, data, priority=100)
     of = {row.id: row.topic if topics else row.id for row in large.store.rows.values()}
     large.insert(*[f"good{n}" for n in range(100)], priority=0)
 

@@ -1,10 +1,9 @@
 """The tasks of an ordering key: which go in a request, which are deferred behind a head, and which are released."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -71,15 +70,11 @@ def test_a_key_is_read_as_far_as_a_batch_can_send_it(size: int) -> None:
     assert [rows for _, rows in store.asked] == [MAX_KEY_HEAD_ROWS // 100 + 1]
 
 
-@pytest.fixture
-def bounded() -> Iterator[None]:
-    with mock.patch.object(ordering, "MAX_EXPIRED_ROWS", 40):
-        yield
-
-
-@pytest.mark.usefixtures("bounded")
-def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its rows are not read without end, and it delays no other key. The warning names the first task."""
+    monkeypatch.setattr(ordering, "MAX_EXPIRED_ROWS", 40)
     store = Recording({"endless": "x" * 40 + "r", "other": "r"})
     assert store.sendable(4) == {"other": ("other00",)}
     assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]

@@ -27,8 +27,18 @@ from tests.support.fakes import FakePublisher, serialized
 from tests.support.rpc import Handler, PubSubServer, accept, hang, publisher_to, reasons, refuse, sent, to_message
 
 TOPIC = "projects/project/topics/orders"
-#: Refuses a request because of one of its messages.
-refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "poison"))
+
+
+@pytest.fixture
+def server() -> Iterator[PubSubServer]:
+    """A server in Pub/Sub's place that accepts everything until a test changes that."""
+    with PubSubServer() as running:
+        yield running
+
+
+@pytest.fixture
+def publisher(server: PubSubServer) -> PubSubPublisher:
+    return publisher_to(server.address)
 
 
 def row(id: str, data: bytes = b"data", key: str | None = None) -> LockedRow:

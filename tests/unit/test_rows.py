@@ -31,7 +31,6 @@ from tests.simulation.pubsub import Refused
 from tests.support.fakes import FakeStore
 from tests.support.parts import relay_of
 
-AT = "2026-01-01T12:00:00.123456Z"
 PRECISELY = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
