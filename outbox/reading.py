@@ -60,25 +60,22 @@ class Position:
         return cls(row["SentAt"], row["CreatedAt"], sequence, row["Id"])
 
     @classmethod
-    def read(cls, text: str) -> "Position":
-        """Return the position that a text describes. Raises ValueError."""
-        sent_at, *task = text.split(" ", 3)
-        if not task:
-            return cls(_time(sent_at))
-        created_at, sequence, id = task
-        return cls(_time(sent_at), _time(created_at), int(sequence), id)
+    def read(cls, since: str | datetime) -> "Position":
+        """Return the position that a text or an aware time describes. Raises ValueError."""
+        try:
+            sent_at, *task = since.split(" ", 3) if isinstance(since, str) else [since.isoformat()]
+            created_at, sequence, id = task or (str(LONG_AGO), str(NO_SEQUENCE), "")
+            sent, created = datetime.fromisoformat(sent_at), datetime.fromisoformat(created_at)
+            if sent.tzinfo is not None and created.tzinfo is not None:
+                return cls(in_utc(sent), in_utc(created), int(sequence), id)
+        except (ValueError, AttributeError, OverflowError):
+            pass
+        raise ValueError(f"since is {since!r}. It must be the position of a reader, or a time with a time zone")
 
     def __str__(self) -> str:
         """Return the text that `read` reads."""
         task = f" {shown(self.created_at)} {self.sequence} {self.id}" if self.id else ""
         return shown(self.sent_at) + task
-
-
-def _time(text: str) -> datetime:
-    time = datetime.fromisoformat(text)
-    if time.tzinfo is None:
-        raise ValueError(text)
-    return in_utc(time)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -283,20 +280,7 @@ def reader(database: Database, since: str | datetime | None = None, topic: str |
         ValueError: `since` is neither a position nor an aware time, or `topic` is not a name that Pub/Sub allows.
         NotReached: Spanner does not answer, or the table or a permission is missing.
     """
-    position = _position(since)
+    position = Position() if since is None else Position.read(since)
     resumes = isinstance(since, str) and position > Position()
     topic = None if topic is None else check_topic(topic)
     return Reader(SentTasks(TaskTable(database), position, topic, resumes=resumes))
-
-
-def _position(since: str | datetime | None) -> Position:
-    if since is None:
-        return Position()
-    try:
-        if isinstance(since, str):
-            return Position.read(since)
-        if since.tzinfo is not None:
-            return Position(in_utc(since))
-    except (ValueError, AttributeError, OverflowError):
-        pass
-    raise ValueError(f"since is {since!r}. It must be the position of a reader, or a time with a time zone")

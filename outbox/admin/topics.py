@@ -17,6 +17,7 @@ from outbox.admin.selections import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.values import listed, topic_name
 from outbox.errors import OutboxError, SettingError
+from outbox.program.channels import check_topic
 from outbox.program.settings import did_you_mean
 from outbox.table.controls import COLUMNS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
 from outbox.table.states import UNSENT
@@ -86,8 +87,6 @@ def check_destinations(
 
     The error says to create the topic, and what the caller can do `otherwise`.
     """
-    from outbox.program.channels import check_topic  # noqa: PLC0415 - imports the client
-
     names = (topic_name(topic, table.project) for topic in sorted({*filter(None, topics)}))
     found = (check_topic(table.pubsub, name, otherwise) for name in names)
     return "; ".join(filter(None, found)) or None

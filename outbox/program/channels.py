@@ -1,4 +1,7 @@
-"""Connections to Spanner and Pub/Sub: the service, an endpoint, or an emulator. And whether a topic exists."""
+"""Connections to Spanner and Pub/Sub: the service, an endpoint, or an emulator. And whether a topic exists.
+
+The client of Pub/Sub is imported at its first use, because most commands of operators need Spanner only.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +12,6 @@ import grpc
 import grpc.experimental
 from google.api_core.exceptions import GoogleAPICallError, NotFound
 from google.auth.credentials import AnonymousCredentials
-from google.pubsub_v1 import PublisherClient
-from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.base.schedules import RECONNECT
 from outbox.errors import NotReached, OutboxError
@@ -63,8 +64,10 @@ def channel(transport: Any, plaintext: str | None) -> grpc.Channel | Callable[..
     return secure
 
 
-def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
+def open_pubsub(settings: PubSubSettings) -> Any:
     """Return the transport to --pubsub-endpoint or PUBSUB_EMULATOR_HOST. Raises NotReached, SettingError."""
+    from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport  # noqa: PLC0415 - see above
+
     host, plaintext = address_of(settings.pubsub_endpoint, "PUBSUB_EMULATOR_HOST")
     return PublisherGrpcTransport(
         host=host or PublisherGrpcTransport.DEFAULT_HOST,
@@ -91,6 +94,8 @@ def check_topic(settings: PubSubSettings, name: str, otherwise: str) -> str | No
 
     The error says to create the topic, and what the caller can do `otherwise`.
     """
+    from google.pubsub_v1 import PublisherClient  # noqa: PLC0415 - see above
+
     try:
         with PublisherClient(transport=open_pubsub(settings)) as client:
             client.get_topic(topic=name, timeout=TOPIC_SECONDS, retry=None)
