@@ -5,6 +5,7 @@ operation changes only tasks that the person has seen, and a form that is sent t
 an operation says who changed what, when and why. There it is stopped and continued.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -221,17 +222,12 @@ ACTIONS = (
 def show(visit: Visit) -> Response:
     """Show one operation, and the forms to stop or continue it."""
     operation, now = _found(visit)
-    matching = _matching_now(visit, operation)
-    return render(visit, "operation", operation=operation, acted=_acted(operation), read_at=now, matching=matching)
-
-
-def _matching_now(visit: Visit, operation: Operation) -> str | None:
-    """Return the address of the tasks that match now, also those that did not at the preview, or None."""
-    try:
+    matching = None  # the address of the tasks that match now, also those that did not at the preview
+    with contextlib.suppress(OutboxError):
         selection = TaskSelection.recorded(operation.selection)
-    except OutboxError:
-        return None
-    return None if selection.ids or not selection.state else visit.link("/tasks", **address_of(selection))
+        if selection.state and not selection.ids:
+            matching = visit.link("/tasks", **address_of(selection))
+    return render(visit, "operation", operation=operation, acted=_acted(operation), read_at=now, matching=matching)
 
 
 def _acted(operation: Operation) -> Action | None:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outbox.devtools import child_process
@@ -99,27 +99,23 @@ class Emulators:
 
     def environment(self) -> dict[str, str]:
         """Return the variables with which the Google clients, and every command of this project, use the emulators."""
-        return {
-            SPANNER.variable: self.spanner_host,
-            PUBSUB.variable: self.pubsub_host,
-            **without_proxy(self.spanner_host, self.pubsub_host),
-            # Before 1.5.38 the emulator treats a multiplexed session as an ordinary one: the transactions of two
-            # threads close one another.
-            "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
-        }
+        return environment({SPANNER.variable: self.spanner_host, PUBSUB.variable: self.pubsub_host})
 
     def ended(self) -> str | None:
         """Return how an emulator ended that was started here, or None while all run."""
         return next((ended for ended in (child.ended() for child in self.children) if ended), None)
 
 
-def without_proxy(*addresses: str) -> dict[str, str]:
-    """Return the variable that lets gRPC reach these addresses directly, if the environment names a proxy."""
-    if not any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
-        return {}
-    former = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
-    hosts = (host_and_port(address)[0] for address in addresses)
-    return {"no_grpc_proxy": ",".join(dict.fromkeys(filter(None, (*former.split(","), *hosts))))}
+def environment(hosts: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for emulators at `hosts`. If the environment names a proxy, gRPC reaches them directly."""
+    variables = dict(hosts)
+    if any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
+        former = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
+        reached = (*former.split(","), *(host_and_port(address)[0] for address in hosts.values()))
+        variables["no_grpc_proxy"] = ",".join(dict.fromkeys(filter(None, reached)))
+    # Before 1.5.38 the emulator treats a multiplexed session as an ordinary one: the transactions of two threads close
+    # one another.
+    return variables | {"GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false"}
 
 
 @contextlib.contextmanager

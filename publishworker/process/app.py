@@ -27,7 +27,7 @@ from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import log
-from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages, worker_info
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog, worker_info
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.spanner.change_stream import ChangeStream
@@ -102,10 +102,13 @@ class App:
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
-        counts = backlog_counts(metrics, history, lambda: self.relay.load.topics)
-        samplers = (oldest_ages(metrics, history), counts) if metrics.wanted else ()
+        samples: tuple[Callable[[TaskTable], None], ...] = (
+            partial(send_ages, metrics, history),
+            lambda table: send_backlog(metrics, history, self.relay.load.topics, table),
+        )
         self._background: list[BacklogSampler | ChangeStream] = [
-            BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
+            BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership)
+            for sample in (samples if metrics.wanted else ())
         ]
         if self._stream:
             self._background.append(self._stream)

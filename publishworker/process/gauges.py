@@ -8,7 +8,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from outbox import __version__
@@ -23,7 +23,6 @@ from publishworker.process.worker_settings import RelaySettings
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History, size
 from publishworker.telemetry.metrics import Metrics
-from publishworker.topics.availability import FORGET_TOPIC_SECONDS, CircuitState
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 
@@ -37,19 +36,6 @@ MAX_SHARD_BYTES = 2_000
 MAX_CHARACTERS = 200
 
 
-def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[Any, float]], dict[Any, float]]:
-    """Return a function that adds a 0 for each key that had a value within FORGET_TOPIC_SECONDS."""
-    seen: dict[Any, float] = {}
-
-    def add(values: Mapping[Any, float]) -> dict[Any, float]:
-        nonlocal seen
-        now = clock()
-        seen = {key: at for key, at in seen.items() if now - at < FORGET_TOPIC_SECONDS} | dict.fromkeys(values, now)
-        return {key: values.get(key, 0) for key in seen}
-
-    return add
-
-
 class WorkerGauges:
     """Sends the gauges of this worker. It runs on the worker's thread, so a hung worker sends none."""
 
@@ -61,7 +47,6 @@ class WorkerGauges:
         self._relay = relay
         self._clock = clock
         self._at = float("-inf")
-        self._circuits = with_zeros(clock)
 
     def __call__(self) -> None:
         """Send the gauges if they are due."""
@@ -77,48 +62,29 @@ class WorkerGauges:
             self._metrics.zero(m.FORCED_STOP, reason=reason)
         for topic in load.topics:
             self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
-        states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in load.circuits.items()}
-        for topic, state in self._circuits(states).items():
-            self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
+        circuits = load.circuits.items()
+        states = {(topic,): m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits}
+        self._metrics.gauges(m.CIRCUIT_STATE, states)
 
 
-def backlog_counts(
-    metrics: Metrics,
-    history: History,
-    topics: Callable[[], Collection[str]],
-    clock: Callable[[], float] = time.monotonic,
-) -> Callable[[TaskTable], None]:
-    """Return a function that sends the numbers of unsent tasks, and notes them: 0 for `topics` without pending ones."""
-    padded = with_zeros(clock)
-
-    def send(table: TaskTable) -> None:
-        found = backlog.read_unsent(table, backlog.STALENESS)
-        metrics.gauge(m.PENDING, found.total.pending)
-        none = {(topic, "pending"): 0 for topic in topics()}
-        for (topic, state), number in (none | padded(found.by_topic_and_state())).items():
-            metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
-        if found.whole:
-            lines = found.topics().items()
-            unsent = {topic: None if line.at_least & {*UNSENT} else line.unsent for topic, line in lines}
-            history.add_backlog({topic: line.pending for topic, line in lines}, unsent)
-
-    return send
+def send_backlog(metrics: Metrics, history: History, topics: Collection[str], table: TaskTable) -> None:
+    """Send the numbers of unsent tasks, and note them: 0 for `topics` without pending ones."""
+    found = backlog.read_unsent(table, backlog.STALENESS)
+    metrics.gauge(m.PENDING, found.total.pending)
+    zeros = dict.fromkeys(((topic, "pending") for topic in topics), 0)
+    metrics.gauges(m.TOPIC_TASKS, {**zeros, **found.by_topic_and_state()})
+    if found.whole:
+        lines = found.topics().items()
+        unsent = {topic: None if line.at_least & {*UNSENT} else line.unsent for topic, line in lines}
+        history.add_backlog({topic: line.pending for topic, line in lines}, unsent)
 
 
-def oldest_ages(
-    metrics: Metrics, history: History, clock: Callable[[], float] = time.monotonic
-) -> Callable[[TaskTable], None]:
-    """Return a function that sends the age of the oldest task, of all topics and of each, and notes it."""
-    padded = with_zeros(clock)
-
-    def send(table: TaskTable) -> None:
-        ages = backlog.oldest_ages(table)
-        metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
-        for topic, age in padded(ages).items():
-            metrics.gauge(m.TOPIC_OLDEST_AGE, age, topic=topic)
-        history.add_ages(ages)
-
-    return send
+def send_ages(metrics: Metrics, history: History, table: TaskTable) -> None:
+    """Send the age of the oldest task, of all topics and of each, and note it."""
+    ages = backlog.oldest_ages(table)
+    metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
+    metrics.gauges(m.TOPIC_OLDEST_AGE, {(topic,): age for topic, age in ages.items()})
+    history.add_ages(ages)
 
 
 class BacklogSampler:
@@ -186,22 +152,21 @@ def worker_info(settings: RelaySettings, relay: Relay, history: History, shards:
         "utilization": round(load.utilization, 2),
         "settings": dict(_changed(settings)),
     }
-    circuits = [_circuit(topic, state) for topic, state in sorted(load.circuits.items())]
+    circuits = [
+        {
+            "topic": topic,
+            "reason": state.failure.reason,
+            "error": state.failure.error[:MAX_CHARACTERS],
+            "open_seconds": round(state.seconds_open, 1),
+            "seconds_to_probe": round(state.seconds_to_probe, 1),
+        }
+        for topic, state in sorted(load.circuits.items())
+    ]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_OTHER_BYTES - size(info)))
     info |= {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}
     history.add_utilization(load.utilization)
     return info | {"history": history.as_json(MAX_BYTES - size(info) - len(',"history":'))}
-
-
-def _circuit(topic: str, state: CircuitState) -> dict[str, object]:
-    return {
-        "topic": topic,
-        "reason": state.failure.reason,
-        "error": state.failure.error[:MAX_CHARACTERS],
-        "open_seconds": round(state.seconds_open, 1),
-        "seconds_to_probe": round(state.seconds_to_probe, 1),
-    }
 
 
 def _changed(settings: RelaySettings) -> Iterator[tuple[str, Any]]:

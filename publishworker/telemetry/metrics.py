@@ -7,6 +7,8 @@ import importlib
 import logging
 import os
 import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -19,6 +21,7 @@ from outbox.observing import Recorder
 from outbox.program.settings import one_of
 from outbox.table.states import UNSENT
 from publishworker.log import log
+from publishworker.topics.availability import FORGET_TOPIC_SECONDS
 from publishworker.types import CLAIM, COMMIT, POLL, PUBLISH
 
 Type = Literal["count", "gauge", "distribution"]
@@ -169,9 +172,12 @@ class Client(Recorder, Protocol):
 class Metrics:
     """Sends metrics through a client, if there is one. The first error of the client is logged, and none is raised."""
 
-    def __init__(self, client: Client | None = None) -> None:
+    def __init__(self, client: Client | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
+        self._clock = clock
         self._logged = False
+        #: When each combination of the tags of a gauge last had a value.
+        self._seen: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
 
     @property
     def wanted(self) -> bool:
@@ -190,6 +196,16 @@ class Metrics:
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
         """Set a gauge."""
         self._send("gauge", metric, value, tags)
+
+    def gauges(self, metric: Metric, values: Mapping[Any, float]) -> None:
+        """Set a gauge for each tuple of its tags, and for FORGET_TOPIC_SECONDS to 0 where it has no value now."""
+        now, seen = self._clock(), self._seen[metric.name]
+        seen |= dict.fromkeys(values, now)
+        for tags, at in [*seen.items()]:
+            if now - at >= FORGET_TOPIC_SECONDS:
+                del seen[tags]
+            else:
+                self.gauge(metric, values.get(tags, 0), **dict(zip(metric.tags, tags, strict=True)))
 
     def sample(self, metric: Metric, value: float, rate: float = 1, **tags: str) -> None:
         """Add a sample to a distribution with probability `rate`."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 
 from outbox.base.lazy import importer
-from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, sharing, without_proxy
+from outbox.devtools.emulators import PUBSUB, SPANNER, Program, environment, running_one, sharing
 from outbox.errors import NotReached, OutboxError
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ def _running(request: pytest.FixtureRequest, program: Program) -> Iterator[str]:
             if os.environ.get("CI"):
                 pytest.fail(str(error), pytrace=False)
             pytest.skip(str(error))
-        # The last variable: see outbox.devtools.emulators.
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        variables = {program.variable: host, "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false"}
-        for name, value in (variables | without_proxy(host)).items():
+        for name, value in environment({program.variable: host}).items():
             patch.setenv(name, value)
         yield host
 

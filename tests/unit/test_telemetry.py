@@ -16,7 +16,7 @@ from outbox.errors import NotReached
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from publishworker.process import gauges
-from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
@@ -272,7 +272,8 @@ class Relay:
         self.asked = 0
         self.seconds = 1000.0
         self.client = Counted()
-        self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
+        metrics = Metrics(self.client, lambda: self.seconds)
+        self.report = WorkerGauges(metrics, membership(), self, lambda: self.seconds)
 
     @property
     def load(self) -> Load:
@@ -343,13 +344,13 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
 
 def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Counted()
-    counts = backlog_counts(Metrics(client), History(), lambda: ["known"], lambda: 0.0)
+    metrics = Metrics(client, lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent", lambda _table, _age: now)
-    counts(None)
+    send_backlog(metrics, History(), ["known"], None)
     assert client.gauges[m.PENDING.name,] == 7
     now = found()
-    counts(None)
+    send_backlog(metrics, History(), ["known"], None)
     assert client.gauges == {
         (m.PENDING.name,): 0,
         (m.TOPIC_TASKS.name, "topic:known", "state:pending"): 0,
@@ -433,10 +434,10 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
 def test_the_oldest_age_is_reported_of_all_topics_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A topic without pending tasks is 0 for ten minutes, so that its last age does not stay in the graph."""
     client = Counted()
-    send = oldest_ages(Metrics(client), History(), lambda: 0.0)
+    metrics = Metrics(client, lambda: 0.0)
     for ages in ({"orders": 7.0, "mails": 300.0}, {"orders": 8.0}, {}):
         monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: found)
-        send(None)
+        send_ages(metrics, History(), None)
         assert client.gauges == {
             (m.OLDEST_AGE.name,): max(ages.values(), default=0),
             (m.TOPIC_OLDEST_AGE.name, "topic:orders"): ages.get("orders", 0),
