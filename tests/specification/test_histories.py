@@ -4,7 +4,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,12 @@ from tests.specification.conformance import Conformance, conform
 from tests.specification.histories import lines, plan_of, record
 
 
-def traced(seed: int) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    World(Plan.of(seed), steps=steps).play(limit=120.0)
-    return steps
-
-
-def played(seeds: Iterator[int]) -> Iterator[tuple[int, Conformance]]:
+def played(seeds: Iterable[int]) -> Iterator[tuple[int, Conformance]]:
     """Play histories by seed."""
     for seed in seeds:
-        yield seed, conform(traced(seed))
+        steps: list[dict[str, Any]] = []
+        World(Plan.of(seed), steps=steps).play(limit=120.0)
+        yield seed, conform(steps)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: 
 )
 def test_a_defect_of_the_relay_is_not_allowed(defect: str) -> None:
     with seeded(defect):
-        assert any(found.differences for _, found in played(iter(range(20))))
+        assert any(found.differences for _, found in played(range(20)))
 
 
 def row(id: str = "a", **values: Any) -> dict[str, Any]:

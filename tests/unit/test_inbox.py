@@ -37,10 +37,6 @@ def message(task_id: str | None = "task-1", **more: Any) -> Any:
     )  # fmt: skip
 
 
-def recording(*processed: str) -> RecordingTransaction:
-    return RecordingTransaction(processed)
-
-
 class Transaction(RecordingTransaction):
     """Has empty tables beside those of the outbox, and answers statements."""
 
@@ -82,7 +78,7 @@ def receiver(database: Database, handle: Any = lambda *_: None, **options: Any) 
 @pytest.mark.parametrize("of", [message(), PubsubMessage(attributes={outbox.TASK_ID_ATTRIBUTE: "task-1"})])
 def test_the_first_time_is_recorded(of: Any) -> None:
     """Also the second message of one transaction is recognized, whose record a read does not see yet."""
-    transaction = recording()
+    transaction = RecordingTransaction()
     assert inbox.process_once(transaction, of, consumer="billing") is True
     assert inbox.process_once(transaction, of, consumer="billing") is False
     assert inbox.process_once(transaction, of, consumer="stock") is True
@@ -90,13 +86,13 @@ def test_the_first_time_is_recorded(of: Any) -> None:
     assert transaction.inserts == [
         ("ProcessedTasks", columns, [(consumer, "task-1", COMMIT_TIMESTAMP)]) for consumer in ("billing", "stock")
     ]
-    assert inbox.process_once(recording("task-1"), of, consumer="billing") is False
+    assert inbox.process_once(RecordingTransaction(["task-1"]), of, consumer="billing") is False
 
 
 @pytest.mark.parametrize("task_id", [None, "", "x" * 129])
 def test_a_message_without_a_usable_task_id(task_id: str | None) -> None:
     """Its message ID follows a hash, because a key must not begin with an increasing number."""
-    transaction = recording()
+    transaction = RecordingTransaction()
     with pytest.raises(outbox.MissingTaskId, match=r"message '4711' has .* did not come from the outbox"):
         inbox.process_once(transaction, message(task_id), consumer="billing")
     assert transaction.mutations == []
@@ -110,7 +106,7 @@ def test_a_message_without_a_usable_task_id(task_id: str | None) -> None:
 @pytest.mark.parametrize("consumer", ["", "x" * 257, " billing", "billing\n", "a\x00b", "\ud800", 5])
 def test_a_consumer_that_the_column_cannot_hold(consumer: Any) -> None:
     for call in (
-        lambda: inbox.process_once(recording(), message(), consumer=consumer),
+        lambda: inbox.process_once(RecordingTransaction(), message(), consumer=consumer),
         lambda: inbox.Handler(mock.Mock(), consumer=consumer),
     ):
         with pytest.raises(outbox.InvalidConsumer, match=r"^consumer "):
@@ -136,8 +132,8 @@ def test_names_and_ids_are_plain_text(set_metrics: Any) -> None:
 def test_wrong_arguments() -> None:
     wrong: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (Batch(mock.Mock()), message(), {}, TypeError, "Batch. It must be a Spanner Transaction"),
-        (recording(), b"data", {}, TypeError, "message is bytes"),
-        (recording(), message(), {"key": "id"}, ValueError, "key is 'id'"),
+        (RecordingTransaction(), b"data", {}, TypeError, "message is bytes"),
+        (RecordingTransaction(), message(), {"key": "id"}, ValueError, "key is 'id'"),
     ]
     for transaction, of, options, error, text in wrong:
         with pytest.raises(error, match=text):
@@ -188,18 +184,6 @@ UNFINISHED = [
 ]
 
 
-def acknowledges(_transaction: Any, of: Any) -> None:
-    of.ack_with_response()
-
-
-def commits(transaction: Any, _message: Any) -> None:
-    transaction.commit()
-
-
-def rolls_back(transaction: Any, _message: Any) -> None:
-    transaction.rollback()
-
-
 def fails(_transaction: Any, _message: Any) -> None:
     raise LookupError
 
@@ -209,9 +193,9 @@ def fails(_transaction: Any, _message: Any) -> None:
     [
         *((function, TypeError) for function in UNFINISHED),
         (lambda *_: StreamedResultSet(iter(())), TypeError),
-        (commits, outbox.InvalidTransaction),
-        (rolls_back, outbox.InvalidTransaction),
-        (acknowledges, outbox.InvalidTransaction),
+        (lambda transaction, _message: transaction.commit(), outbox.InvalidTransaction),
+        (lambda transaction, _message: transaction.rollback(), outbox.InvalidTransaction),
+        (lambda _transaction, of: of.ack_with_response(), outbox.InvalidTransaction),
         (fails, LookupError),
     ],
 )

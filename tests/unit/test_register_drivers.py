@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted, DeadlineExceeded, InvalidArgument, RetryError, ServiceUnavailable
@@ -160,37 +161,20 @@ def test_an_abandoned_session_returns_its_connection_to_the_pool(
     assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # of a QueuePool
 
 
-class Rolling:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.rollbacks = 0
-        self._error = error
-
-    def rollback(self) -> None:
-        self.rollbacks += 1
-        if self._error:
-            raise self._error
+def transaction_with(**behavior: Any) -> mock.Mock:
+    return mock.Mock(spec_set=["execute_sql", "rollback"], **behavior)
 
 
-class Failing:
-    """Runs the function like the client, and then fails the commit if there is an error."""
+def database_of(transaction: mock.Mock, commit_error: Exception | None = None) -> Any:
+    """Return a database that runs a function like the client, and then fails the commit if there is an error."""
 
-    def __init__(self, transaction: Rolling, commit_error: Exception | None = None) -> None:
-        self._transaction, self._commit_error = transaction, commit_error
-        self.options: dict[str, Any] = {}
-
-    def run_in_transaction(self, function: Callable[[Any], Any], **options: Any) -> Any:
-        self.options = options
-        result = function(self._transaction)
-        if self._commit_error:
-            raise self._commit_error
+    def run(work: Callable[[Any], Any], **_options: Any) -> Any:
+        result = work(transaction)
+        if commit_error:
+            raise commit_error
         return result
 
-
-def failing(error: Exception) -> Callable[[Any], None]:
-    def work(_transaction: Any) -> None:
-        raise error
-
-    return work
+    return mock.Mock(run_in_transaction=run)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +183,17 @@ def failing(error: Exception) -> Callable[[Any], None]:
 )
 def test_only_a_refused_commit_is_rolled_back(error: Exception, rollbacks: int) -> None:
     """A commit without an answer may still be executed."""
-    transaction = Rolling()
+    transaction = transaction_with()
     with pytest.raises(type(error)):
-        transact(Failing(transaction, error), lambda _begun: None)
-    assert transaction.rollbacks == rollbacks
+        transact(database_of(transaction, error), lambda _begun: None)
+    assert transaction.rollback.call_count == rollbacks
 
 
 def test_a_rollback_that_fails_does_not_hide_the_error() -> None:
-    transaction = Rolling(ServiceUnavailable("no answer"))
+    transaction = transaction_with(**{"rollback.side_effect": ServiceUnavailable("no answer")})
     with pytest.raises(InvalidArgument):
-        transact(Failing(transaction), failing(InvalidArgument("first")))
-    assert transaction.rollbacks == 1
+        transact(database_of(transaction), mock.Mock(side_effect=InvalidArgument("first")))
+    transaction.rollback.assert_called_once_with()
 
 
 def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:
@@ -244,7 +228,7 @@ def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:
 
 def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
     """The client restarts a broken stream with the full timeout; the deadline passes only the time that remains."""
-    now, seen = [0.0], []
+    now, seen = [0.0], list[float]()
     deadline = Deadline(10, lambda: now[0])
 
     def note(timeout: float) -> None:
@@ -262,27 +246,11 @@ def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
     assert seen == [10.0, pytest.approx(0.001)]
 
 
-class Away:
-    """A database whose statements fail."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def run_in_transaction(self, work: Callable[[Any], Any], **_options: Any) -> Any:
-        return work(self)
-
-    def execute_sql(self, *_: Any, **_options: Any) -> None:
-        raise self.error
-
-    def rollback(self) -> None:
-        """Nothing to do."""
-
-
 @pytest.mark.parametrize(
     "error", [DeadlineExceeded("a lock"), RetryError("no answer", None), TransportError("no token")]
 )
 def test_a_lock_query_that_fails_has_written_nothing(error: Exception) -> None:
     """Also after an abort. Otherwise at-most-once tasks would count as perhaps lost, although they are sent later."""
-    store = SpannerStore(Away(error), Layout(10))  # type: ignore[arg-type]  # a fake
+    store = SpannerStore(database_of(transaction_with(**{"execute_sql.side_effect": error})), Layout(10))
     with pytest.raises(NotWritten):
         store.claim(["a"], lambda _rows, _now: {})

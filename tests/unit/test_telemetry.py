@@ -66,13 +66,8 @@ class Watch(Counted):
     def lines(self) -> list[tuple[str, dict[str, Any]]]:
         return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
 
-    def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
-        self.reporter.report_circuit(CircuitChange(topic, failure, seconds))
-
-    def keep_failing(self, seconds: int) -> None:
-        for second in range(1, seconds):
-            self.seconds += 1
-            self.change(AWAY, second)
+    def change(self, failure: Failed | None, seconds: float = 0) -> None:
+        self.reporter.report_circuit(CircuitChange("orders", failure, seconds))
 
     def turns(self, count: int, *delivered: Delivered) -> None:
         for _ in range(count):
@@ -100,7 +95,9 @@ def test_a_flapping_circuit_is_logged_once_a_minute_and_in_pairs(watch: Watch) -
     watch.change(None, 1)
     watch.change(AWAY)
     assert watch.actions() == [OPENED, CLOSED]
-    watch.keep_failing(62)
+    for second in range(1, 62):
+        watch.seconds += 1
+        watch.change(AWAY, second)
     assert watch.actions() == [OPENED]
 
 

@@ -63,7 +63,6 @@ class Script:
 
     def __init__(self, *steps: Turn | Exception, end: Exception | None = None, seconds: float = 0.0) -> None:
         self.stop, self.store = Stop(), FakeStore()
-        self.woken: threading.Event = self.stop  # it is set when the worker stops
         self.due: float | None = None
         self.events: list[str] = []
         self._steps, self._end, self._seconds = list(steps), end, seconds
@@ -83,7 +82,7 @@ class Script:
         return self.due
 
     def pause(self, seconds: float) -> bool:
-        return self.woken.wait(seconds)
+        return self.stop.wait(seconds)  # an insert or the end of the worker would end it
 
     def finish(self) -> Turn:
         self.events.append("finish" if "me" not in self.store.seen_at else "finish with shards")
@@ -95,11 +94,7 @@ class Script:
         self, *, interval: float = 1.0, beats: bool = False, idle: Callable[[], float] | None = None
     ) -> list[float]:
         """Run the loop and return its waits; with `beats` time passes for the heartbeat row, too."""
-
-        def clock() -> float:
-            return self.stop.seconds if beats else 0.0
-
-        membership = Membership(self.store, "me", clock=clock)
+        membership = Membership(self.store, "me", clock=lambda: self.stop.seconds if beats else 0.0)
         membership.assign(Workers({"me": inf}))
         Worker(
             self,
