@@ -13,7 +13,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import griffe
 import pytest
 
 import outbox
@@ -100,26 +99,6 @@ def test_the_python_page_has_every_public_name() -> None:
     """`__version__` needs no explanation."""
     for module in (outbox, outbox.testing):
         assert set(generate().PYTHON[module.__name__]) == {*module.__all__} - {"__version__"}
-
-
-def test_docstrings_of_public_functions_have_one_form() -> None:
-    """Args has all parameters in their order, and errors are in Raises, so that the page can show both as tables."""
-    functions = [
-        function
-        for _, _, found in generate().public()
-        for function in [found, *(found.members.values() if found.is_class else ())]
-        if function.is_function and function.docstring
-    ]
-    assert len(functions) > 30
-    for function in functions:
-        sections = griffe.parse_google(function.docstring, warnings=False)
-        assert sections[0].value.partition("\n")[0].endswith("."), function.path
-        for section in sections:
-            if section.kind is griffe.DocstringSectionKind.parameters:
-                names = [each.name.lstrip("*") for each in function.parameters if each.name != "self"]
-                assert [each.name for each in section.value] == names, function.path
-            elif section.kind is griffe.DocstringSectionKind.text:
-                assert not re.search(r"\bRaises:? [A-Z]", section.value), function.path
 
 
 def test_result_pages_match_the_results(tmp_path: Path) -> None:

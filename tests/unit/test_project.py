@@ -140,27 +140,6 @@ def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
     assert (ROOT / re.findall(r"python3 (tools/\S+\.py)", called)[0]).exists()
 
 
-def test_a_new_flag_needs_a_changelog_line(tmp_path: Path) -> None:
-    """Another change of the same file needs none."""
-    code = tmp_path / "outbox/tasks.py"
-    code.parent.mkdir()
-
-    def commit(text: str, *, changes: str = "") -> int:
-        code.write_text(text)
-        (tmp_path / "CHANGELOG.md").write_text(changes)
-        for words in (["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "c"]):
-            subprocess.run(["git", *words], cwd=tmp_path, check=True)
-        command = [sys.executable, str(ROOT / "tools/changelog.py"), "main"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode
-
-    subprocess.run(["git", "init", "--quiet", "--initial-branch", "main"], cwd=tmp_path, check=True)
-    commit("one = 1\n")
-    subprocess.run(["git", "checkout", "--quiet", "-b", "branch"], cwd=tmp_path, check=True)
-    assert commit("one = 2\n") == 0
-    assert commit('add_argument("--newest")\n') == 1
-    assert commit('add_argument("--newest")\n', changes="- `outbox list --newest`.\n") == 0
-
-
 def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:
     """Each difference is reported with the values; without one nothing is reported."""
     (tmp_path / "outbox").mkdir()

@@ -1,7 +1,6 @@
 """What `outbox.register` and `outbox.reader` refuse, in sentences that name the argument, its value and the limits."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
@@ -261,17 +260,6 @@ class OfOneArgument:
 def test_a_recorder_that_cannot_count_is_refused_at_once(set_metrics: Callable[[Any], None], wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^recorder is .* increment\(metric, value, tags\)"):
         set_metrics(wrong)
-
-
-def test_times_are_limited_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any zone of the machine, here one in which the last moment is in the year 10,000."""
-    monkeypatch.setenv("TZ", "UTC-14")
-    time.tzset()
-    try:
-        assert outbox.register(RecordingTransaction(), "orders", b"", expires_at=datetime.max.replace(tzinfo=UTC))
-    finally:
-        monkeypatch.undo()
-        time.tzset()
 
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
