@@ -224,12 +224,15 @@ class Audit:
     def _is_excused(self, task: Known) -> bool:
         return task.excused or task.expires_at <= self.clockwork.now or (task.bad and self.skip_dead)
 
-    def claimed(self, process: Process, rows: Iterable[LockedRow], now: datetime) -> None:
+    def locked(self, rows: Iterable[LockedRow], now: datetime) -> None:
         for row in rows:
-            self._claimed[process, row.id] = row
             late = (now - first_due(row)).total_seconds() - (self.clockwork.now - self.tasks[row.id].due)
             if row.sent_at is None and abs(late) > 1:
                 self.problem(f"{row.id} looks {late:.1f} s older than it is")
+
+    def claimed(self, process: Process, rows: Iterable[LockedRow], now: datetime) -> None:
+        for row in rows:
+            self._claimed[process, row.id] = row
             is_early = not (row.is_due(now) or row.deferred)
             self._unfit[process, row.id] = (
                 "sent" if row.sent_at else "expired" if row.is_expired(now) else "not due" if is_early else ""

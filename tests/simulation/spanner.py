@@ -367,13 +367,12 @@ class Connection:
     def _attempt(self, transaction: Transaction, ids: Sequence[str], decide: Decide, delay: float) -> datetime:
         spanner = self._spanner
         try:
-            rows = self._call(
-                "lock", spanner.latencies.lock, lambda: spanner.lock(transaction, ids), product.LOCK_SECONDS,
+            rows, now = self._call(
+                "lock", spanner.latencies.lock, lambda: self._lock(transaction, ids), product.LOCK_SECONDS,
                 rows=len(ids),
             )  # fmt: skip
         except StoreError as error:
             raise NotWritten(str(error)) from error
-        now = spanner.table.time()
         if self._audit:
             self._audit.claimed(self._process, rows, now)
         self._work(3 * self._cpu.request + len(rows) * self._cpu.task)  # lock, publish, commit
@@ -388,6 +387,13 @@ class Connection:
 
         committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0, rows=len(marks))
         return committed
+
+    def _lock(self, transaction: Transaction, ids: Sequence[str]) -> tuple[list[Any], datetime]:
+        """Return the locked rows and the time of the lock, which a suspended process reads late."""
+        rows, now = self._spanner.lock(transaction, ids), self._spanner.table.time()
+        if self._audit:
+            self._audit.locked(rows, now)
+        return rows, now
 
     def _work(self, seconds: float) -> None:
         """Use the CPU of the process: one core, which all its fibers share."""
