@@ -281,11 +281,14 @@ class Settings:
     def add_flags(cls, parser: argparse._ActionsContainer) -> None:
         """Give `parser` one flag per field."""
         for field in fields_of(cls):
-            form: dict[str, Any] = {"metavar": field.metavar}
+            variables = f"env {field.variable}" + (f" or {field.fallback_variable}" if field.fallback_variable else "")
+            default = "required" if field.default is None else f"default {field.default or 'empty'}"
+            # A percent sign in a help text is argparse's own format.
+            text = f"{field.help} Allowed: {field.kind.allowed} ({variables}; {default}).".replace("%", "%%")
+            form: dict[str, Any] = {"metavar": field.name.split("_")[-1].upper()}
             if field.kind is SWITCH:
                 form = {"action": "store_const", "const": "true"}
-            # A percent sign in a help text is argparse's own format.
-            parser.add_argument(field.flag, dest=field.name, help=field.help_text.replace("%", "%%"), **form)
+            parser.add_argument(field.flag, dest=field.name, help=text, **form)
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
@@ -357,18 +360,6 @@ class Field:
     def variable(self) -> str:
         """Return `OUTBOX_BATCH_SIZE` for `batch_size`."""
         return PREFIX + self.name.upper()
-
-    @property
-    def metavar(self) -> str:
-        """Return the word for the value in help texts."""
-        return "" if self.kind is SWITCH else self.name.split("_")[-1].upper()
-
-    @property
-    def help_text(self) -> str:
-        """Return the help of the flag: what it is, what is allowed, where else it comes from."""
-        variables = f"env {self.variable}" + (f" or {self.fallback_variable}" if self.fallback_variable else "")
-        default = "required" if self.default is None else f"default {self.default or 'empty'}"
-        return f"{self.help} Allowed: {self.kind.allowed} ({variables}; {default})."
 
     def value(self, flag: str | None, environment: Mapping[str, str]) -> Any:
         """Return the parsed value. Raises SettingError."""

@@ -221,30 +221,21 @@ def points(layout: Layout, nodes: int) -> Iterator[str]:
 #: Each alternative also matches without its end, so a search never goes back, and its time is linear.
 _TOKEN = re.compile(
     r"""
-    (?P<quoted> \'{3} (?:\\.|[^\\])*? (?:\'{3}|\Z) | "{3} (?:\\.|[^\\])*? (?:"{3}|\Z)
+    (?P<kept> \'{3} (?:\\.|[^\\])*? (?:\'{3}|\Z) | "{3} (?:\\.|[^\\])*? (?:"{3}|\Z)
       | ' (?:\\.|[^'\\\r\n])* '? | " (?:\\.|[^"\\\r\n])* "? | ` (?:\\.|[^`\\\r\n])* `? )
-    | (?P<line> (?:\#|--) [^\r\n]* )
-    | (?P<block> /\* .*? \*/ \s* )
-    | (?P<open> /\* .* )
-    | (?P<end> ; )""",
+    | (?:(?<!\s)\s+)? (?: (?:\#|--) [^\r\n]* | (?P<block> /\* .*? \*/ \s* ) | (?P<end> ; ) )
+    | (?P<open> /\* .* )""",
     re.DOTALL | re.VERBOSE,
 )
 
 
 def cut(sql: str) -> list[str]:
     """Return the statements of a file without semicolons and comments, which the emulator refuses."""
-    statements, begin = [""], 0
-    for token in _TOKEN.finditer(sql):
-        before = sql[begin : token.start()]
-        if kept := token["quoted"] or token["open"]:
-            statements[-1] += before + kept
-        else:
-            statements[-1] += before.rstrip() + (" " if token["block"] else "")
-        if token["end"]:
-            statements.append("")
-        begin = token.end()
-    statements[-1] += sql[begin:]
-    return [statement.strip() for statement in statements if statement.strip()]
+
+    def cleaned(token: re.Match[str]) -> str:
+        return token["kept"] or token["open"] or (" " if token["block"] else "\0" if token["end"] else "")
+
+    return [statement.strip() for statement in _TOKEN.sub(cleaned, sql).split("\0") if statement.strip()]
 
 
 def text(name: str = "schema.sql") -> str:
