@@ -51,10 +51,12 @@ class Event(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
-    parser.add_argument("--minutes", type=_minutes, default=30)
+    parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("build/soak"))
     options = parser.parse_args(arguments)
+    if not options.minutes >= 1:
+        parser.error(f"--minutes {options.minutes:g} is not allowed: it must be 1 or more, because growth takes time")
     options.output.mkdir(parents=True, exist_ok=True)
     samples, events = list[Sample](), list[Event]()
     with emulators.running() as created:
@@ -84,16 +86,6 @@ def _sample(worker: Process) -> Sample:
 def _growth(values: Sequence[float]) -> float:
     quarter = len(values) // 4
     return statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter])
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not minutes >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be 1 or more, growth is seen over time")
-    return minutes
 
 
 def _soak(trial: Trial, seconds: float, samples: list[Sample], events: list[Event]) -> None:

@@ -108,7 +108,8 @@ def test_result_pages_match_the_results(tmp_path: Path) -> None:
     page = scale.PAGE.read_text(encoding="utf-8")
     assert page == scale.text(results.load(scale.FILE), page)
     kept = json.loads(faults.KEPT.read_text(encoding="utf-8"))
-    assert faults.PAGE.read_text(encoding="utf-8") == faults.text(kept)
+    page = faults.PAGE.read_text(encoding="utf-8")
+    assert page == faults.text(kept, page)
     scenarios = faults.scenarios().values()
     assert all("No task is lost" in each.promise for each in scenarios)
     assert {each.file for each in scenarios} == {file.name for file in (ROOT / "tests/faults").glob("test_*.py")}
