@@ -1,6 +1,5 @@
 """`outbox emulators` as users run it: the real emulators, signals, exit codes, nothing left behind."""
 
-import contextlib
 import os
 import re
 import signal
@@ -8,16 +7,16 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
+from outbox.devtools import child_process
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators
 from outbox.table.ddl import statements
 from tests.support.commands import TRACE, here
-from tests.support.processes import Process, children, gone, run, started
+from tests.support.processes import children, gone, run, started
 from tests.support.proxy import silent_port
 from tests.support.pubsub import PubSub
 from tests.support.relays import register
@@ -25,23 +24,6 @@ from tests.support.spanner import instance, variables
 from tests.support.waiting import eventually
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-
-
-@contextlib.contextmanager
-def _running(*arguments: str) -> Iterator[tuple[Process, list[tuple[str, int]]]]:
-    with started("outbox", "emulators", *arguments) as process:
-        process.wait_for_text("MULTIPLEXED_SESSIONS_FOR_RW=false")
-        found = re.findall(r"^export (?:SPANNER|PUBSUB)_EMULATOR_HOST=(\S+):(\d+)$", process.stdout, re.MULTILINE)
-        assert len(found) == 2
-        yield process, [(host, int(port)) for host, port in found]
-
-
-def _answering(hosts: list[tuple[str, int]]) -> int:
-    answers = 0
-    for host in hosts:
-        with socket.socket() as client:
-            answers += client.connect_ex(host) == 0
-    return answers
 
 
 @pytest.mark.usefixtures("installed")
@@ -63,11 +45,14 @@ class TestWhereTheyAreInstalled:
     @linux
     def test_an_emulator_that_ends_ends_the_command(self) -> None:
         """A crashed emulator is a message and exit code 1, and the other one does not stay alone."""
-        with _running() as (process, hosts):
+        with started("outbox", "emulators") as process:
+            process.wait_for_text("MULTIPLEXED_SESSIONS_FOR_RW=false")
+            hosts = re.findall(r"^export (?:SPANNER|PUBSUB)_EMULATOR_HOST=(\S+)$", process.stdout, re.MULTILINE)
+            assert len(hosts) == 2
             os.kill(children(process.pid)[0], signal.SIGKILL)
             assert process.wait(10) == 1
             assert re.search(r"outbox: the \S+ emulator was killed by SIGKILL", process.stderr)
-            assert _answering(hosts) == 0
+            assert not any(map(child_process.answers, hosts))
 
     @linux
     @pytest.mark.extended

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -82,12 +81,9 @@ def test_an_order_of_django_becomes_one_task_one_message_and_one_invoice(
     assert query(own_database, "SELECT Id, Topic FROM AsynchronousTasks") == [[task, topic]]
     with worker(emulators, own_database, "--poll-interval", "0.1"):
         [message] = subscription.pull_until(1, seconds=30)
-    assert site.run("-c", script + RECEIVE, stdin=_as_json(message)) == ["ack"] * 3 + ["nack"] * 2
+    stdin = json.dumps([dict(message.attributes), base64.b64encode(message.data).decode()])
+    assert site.run("-c", script + RECEIVE, stdin=stdin) == ["ack"] * 3 + ["nack"] * 2
     assert query(own_database, "SELECT * FROM django_orders_invoice") == [[task, order, 1999]]
-
-
-def _as_json(message: Any) -> str:
-    return json.dumps([dict(message.attributes), base64.b64encode(message.data).decode()])
 
 
 @pytest.fixture

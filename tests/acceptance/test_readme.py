@@ -32,6 +32,7 @@ from outbox.table.ddl import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Failed
 from tests.support.fakes import FakePublisher
+from tests.support.operations import update
 from tests.support.parts import relay_of
 from tests.support.processes import ROOT, Finished, Process, run, started
 from tests.support.pubsub import PubSub
@@ -206,19 +207,15 @@ def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path
         data = json.dumps({"customer": "ann", "cents": cents}).encode()
         with shop.batch() as batch:
             outbox.register(batch, "orders", data, task_id=task_id)
-        mark(task_id, spanner.COMMIT_TIMESTAMP)
-
-    def mark(task_id: str, sent_at: Any) -> None:
-        with shop.batch() as batch:
-            batch.update("AsynchronousTasks", ("Id", "SentAt"), [(task_id, sent_at)])
+        update(shop, task_id, SentAt=spanner.COMMIT_TIMESTAMP)
 
     send("task-1", 10)
     for task_id, cents, total in (("task-2", 5, 15), ("task-3", 100, 115)):
         with started("totals", environment=variables, directory=tmp_path) as running:
             send(task_id, cents)
             running.wait_for_text(f"ann: {total} cents")
-            mark("task-1", None)
-            mark("task-1", spanner.COMMIT_TIMESTAMP)
+            update(shop, "task-1", SentAt=None)
+            update(shop, "task-1", SentAt=spanner.COMMIT_TIMESTAMP)
             eventually(lambda running=running, total=total: running.stdout.count(f"ann: {total} cents") == 2)
             running.end() if total == 15 else running.child.kill()
             assert running.stdout.count("cents") == {15: 3, 115: 2}[total]

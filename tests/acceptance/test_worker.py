@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
 from tests.support.commands import TRACE
+from tests.support.operations import control, pause, update
 from tests.support.processes import Finished, run
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
@@ -57,8 +59,7 @@ def test_drain_empties_the_backlog_and_names_remaining_tasks(
     ids = register(database, topic, 30)
     register(database, topic, 2, available_at=datetime(2090, 1, 1, tzinfo=UTC))
     register(database, "paused-topic", 3)
-    with database.batch() as batch:
-        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("paused-topic", True)])
+    pause(database, "paused-topic")
     with worker(emulators, database, command="drain") as process:
         assert process.wait(60) == 0
         assert process.stdout.splitlines() == [
@@ -75,8 +76,7 @@ def test_drain_ends_at_an_invalid_route(
     """It sends all else. Then exit 4, and the tasks of the topic and the reason are named."""
     ids = register(database, topic, 3)
     register(database, "misrouted", 2)
-    with database.batch() as batch:
-        batch.insert("AsynchronousTaskTopics", ("Topic", "PublishTo"), [("misrouted", "no topic")])
+    control(database, "misrouted", PublishTo="no topic")
     with worker(emulators, database, command="drain") as process:
         assert process.wait(60) == 4
         assert process.stdout.splitlines() == [
@@ -197,8 +197,7 @@ def test_a_worker_runs_on_a_table_of_a_later_version(
         ]
     ).result(timeout=ADMIN_SECONDS)
     ids = register(own_database, topic, 20)
-    with own_database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "Region"), [(ids[0], "north")])
+    update(own_database, ids[0], Region="north")
     with worker(emulators, own_database) as running:
         wait_until_all_sent(own_database)
         running.end()
@@ -277,92 +276,81 @@ def test_a_dead_head_blocks_its_key_or_is_skipped(
     assert first_deliveries(subscription.drain()) == {"a": ["head", a1, a2, a3]}
 
 
-COMMANDS = ("run", "drain", "check")
-
-
-def publishworker(emulators: Emulators, *arguments: str, **environment: str) -> Finished:
+def publishworker(emulators: Emulators, database: str, *arguments: str, **environment: str) -> Finished:
     """Run a command to its end, on the emulators; it writes no stack trace."""
-    done = run("publishworker", *arguments, environment=emulators.environment() | environment)
+    done = run("publishworker", *arguments, environment=variables(database, emulators) | environment)
     assert TRACE not in done.stderr
     return done
 
 
-def on(database: Database | str) -> dict[str, str]:
-    name = database if isinstance(database, str) else database.database_id
-    return variables(name)
-
-
 def test_a_wrong_database_or_a_missing_table_is_named(emulators: Emulators, empty_database: Database) -> None:
     """Exit 3, with the full name of the database, or the command that creates the table."""
-    for command in COMMANDS:
-        done = publishworker(emulators, command, **on("no-such-database"))
+    for command in ("run", "drain", "check"):
+        done = publishworker(emulators, "no-such-database", command)
         assert done.code == 3
         assert f"projects/{PROJECT}/instances/{INSTANCE}/databases/no-such-database" in done.stdout + done.stderr
     for command in ("run", "drain"):
-        done = publishworker(emulators, command, **on(empty_database))
+        done = publishworker(emulators, empty_database.database_id, command)
         assert done.code == 3
         for text in ("AsynchronousTasks", "outbox schema apply"):
             assert text in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "verdict"), [("PERMISSION_DENIED", 0, "unknown"), ("UNAVAILABLE", 3, "unreachable")]
-)
-def test_check_without_permission_to_read_topics_warns(
-    emulators: Emulators, database: Database, status: str, code: int, verdict: str
-) -> None:
-    """Publishing needs fewer permissions than reading a topic; an unavailable service is an error."""
-    with PubSubServer() as server:
-        server.get_topic = refuse(grpc.StatusCode[status])
-        done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
-    assert done.code == code
-    [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
-    assert line.startswith(verdict)
-
-
-def test_check_names_the_message_transforms_of_a_topic(emulators: Emulators, database: Database) -> None:
-    """Pub/Sub applies them after a successful publish, so no worker notices what they drop."""
+def transformed(request: Any, _context: object) -> Any:
     transforms = [{"javascript_udf": {"function_name": "redact"}}, {"disabled": True}]
+    return Topic.pb()(name=request.topic, message_transforms=transforms)
+
+
+@pytest.mark.parametrize(
+    ("get_topic", "code", "line"),
+    [
+        (refuse(grpc.StatusCode.PERMISSION_DENIED), 0, "unknown "),
+        (refuse(grpc.StatusCode.UNAVAILABLE), 3, "unreachable "),
+        (transformed, 0, r"warning .*message transforms \(redact\)"),
+    ],
+    ids=["permission denied", "unavailable", "transformed"],
+)
+def test_check_says_what_pubsub_answers_about_a_topic(
+    emulators: Emulators, database: Database, get_topic: Callable[..., Any], code: int, line: str
+) -> None:
+    """Publishing needs fewer permissions than reading a topic; an unavailable service is an error.
+
+    Pub/Sub applies message transforms after a successful publish, so no worker notices what they drop.
+    """
     with PubSubServer() as server:
-        server.get_topic = lambda request, _context: Topic.pb()(name=request.topic, message_transforms=transforms)
-        done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
-    assert done.code == 0
-    [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
-    assert line.startswith("warning")
-    assert "message transforms (redact)" in line
+        server.get_topic = get_topic
+        host = {"PUBSUB_EMULATOR_HOST": server.address}
+        done = publishworker(emulators, str(database.database_id), "check", "orders", **host)
+    assert done.code == code
+    [found] = [each for each in done.stdout.splitlines() if " topic projects" in each]
+    assert re.match(line, found)
 
 
 @pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])
 def test_missing_credentials_are_reported_with_advice(words: str) -> None:
     """No emulator, no credentials: exit 3 and the ways out."""
     nothing = {"GOOGLE_APPLICATION_CREDENTIALS": "", "NO_GCE_CHECK": "true", "HOME": "/nonexistent"}
-    done = run(*words.split(), environment=on("any-database") | nothing)
+    done = run(*words.split(), environment=variables("any-database") | nothing)
     assert done.code == 3
     assert "gcloud auth application-default login" in done.stderr.splitlines()[-1]
     assert TRACE not in done.stderr
 
 
-NOWHERE = "127.0.0.1:9"
-TASKS = 100
+def test_the_endpoints_win_over_the_emulators_variables(
+    emulators: Emulators, empty_database: Database, topic: str, subscription: Subscription
+) -> None:
+    """From creating the tables to the received messages.
 
-
-@pytest.fixture
-def environment(emulators: Emulators) -> dict[str, str]:
-    return {
-        "SPANNER_EMULATOR_HOST": NOWHERE, "PUBSUB_EMULATOR_HOST": NOWHERE,
+    So the emulator's own code paths are not used: transactions do not wait for each other in the worker, and Spanner
+    aborts those that overlap.
+    """
+    nowhere = dict.fromkeys(("SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST"), "127.0.0.1:9")
+    environment = nowhere | variables(empty_database.database_id) | {
         "OUTBOX_SPANNER_ENDPOINT": f"http://{emulators.spanner_host}",
         "OUTBOX_PUBSUB_ENDPOINT": f"http://{emulators.pubsub_host}",
         # Emulators before 1.5.38 end a session's transaction when another begins.
         "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
-        "OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE,
     }  # fmt: skip
-
-
-def test_the_endpoints_win_over_the_emulators_variables(
-    environment: dict[str, str], empty_database: Database, topic: str, subscription: Subscription
-) -> None:
-    """From creating the tables to the received messages."""
-    environment |= {"OUTBOX_DATABASE": empty_database.database_id}
 
     def called(*words: str) -> str:
         done = run(*words, environment=environment)
@@ -370,12 +358,12 @@ def test_the_endpoints_win_over_the_emulators_variables(
         return done.stdout
 
     assert "created  table AsynchronousTasks" in called("outbox", "schema", "apply")
-    ids = register(empty_database, topic, TASKS)
+    ids = register(empty_database, topic, 100)
     assert f"ok          topic {topic}" in called("publishworker", "check")
     assert "drained" in called("publishworker", "drain", "--concurrency", "2")
     status = json.loads(called("outbox", "status", "--json"))
-    assert (status["pending"], status["sent_last_minute"]) == (0, TASKS)
-    received = {message.attributes["asynchronous_task_id"] for message in subscription.pull_until(TASKS)}
+    assert (status["pending"], status["sent_last_minute"]) == (0, 100)
+    received = {message.attributes["asynchronous_task_id"] for message in subscription.pull_until(100)}
     assert received == set(ids)
     unknown = run("outbox", "pause", "nosuch", environment=environment)
     assert (unknown.code, f"Known topics: {topic}" in unknown.stderr) == (2, True)

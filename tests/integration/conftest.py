@@ -1,6 +1,7 @@
 """Fixtures for operators' commands, a table whose every request is checked, and for asyncio."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
 
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
+from outbox.table import ddl
 from tests.support.commands import Commands
+from tests.support.drivers import ACCOUNTS, ORDERS, STACKS, DbApi
 from tests.support.operations import Watch
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, fresh_database
 
 
 @pytest.fixture
@@ -32,6 +36,19 @@ def table(watch: Watch) -> TaskTable:
 @pytest.fixture
 def outbox(emulators: Emulators, database: Database) -> Commands:
     return Commands(emulators, database)
+
+
+@pytest.fixture(scope="session")
+def shop(spanner_instance: Instance) -> Iterator[Database]:
+    """A database with tables of an application, which many tests share, so that each has keys of its own."""
+    with fresh_database(spanner_instance, [*ddl.statements(), ORDERS, ACCOUNTS]) as created:
+        yield created
+
+
+@pytest.fixture(params=STACKS)
+def stack(request: pytest.FixtureRequest, shop: Database) -> Iterator[DbApi]:
+    with contextlib.closing(STACKS[request.param](shop)) as created:
+        yield created
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """`cancel` for applications deletes an unsent task in their transaction, and releases the next task of its key."""
 
 import asyncio
-import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from random import Random
 from typing import Any
 from unittest import mock
@@ -29,13 +27,13 @@ from outbox.errors import OutboxError
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
-from publishworker.turn.relay import Relay
 from tests.support import real
 from tests.support.drivers import STACKS
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.operations import FUTURE, OF_STATES, PAST, changed, insert, line, opened, row, rows_of
 from tests.support.parts import relay_of
 from tests.support.relays import unsent
+from tests.support.trial import in_background
 from tests.support.waiting import eventually
 
 DEAD, DEFERRED = {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "BlockedBy": "head", "Attempts": 2}
@@ -225,25 +223,6 @@ def cancelled_by_operator(database: Database, ids: list[str]) -> list[str]:
     return [id for each in selections for id in changed(changes.change(table, "cancel", each))]
 
 
-@contextmanager
-def relaying(threads: ThreadPoolExecutor, relays: list[Relay]) -> Iterator[None]:
-    """Let the relays run until the block ends."""
-    done = threading.Event()
-
-    def relay(one: Relay) -> None:
-        while not done.is_set():
-            one.turn()
-        one.finish()
-
-    running = [threads.submit(relay, each) for each in relays]
-    try:
-        yield
-    finally:
-        done.set()
-    for each in running:
-        each.result(timeout=60)
-
-
 MORE = [pytest.mark.long("more tasks"), pytest.mark.timeout(300)]
 
 
@@ -261,25 +240,25 @@ def test_a_task_is_cancelled_or_received_or_named(
     insert(database, [row(id, OrderingKey=f"k{n % 20}" if n % 2 else None) for n, id in enumerate(ids)])
     publisher, counted = FakePublisher("orders"), Counted()
     relays = [relay_of(real.Store(database, Layout(10)), publisher, counted, size=5) for _ in range(2)]
-    with ThreadPoolExecutor(5) as threads, relaying(threads, relays):
+    first, second = (in_background(each.turn, every=0.0) for each in relays)
+    with ThreadPoolExecutor(3) as threads, first, second:
         applications = [threads.submit(cancelled_by_application, database, ids, seed) for seed in (1, 2)]
         by_operator = threads.submit(cancelled_by_operator, database, ids).result(timeout=250)
         cancelled = by_operator + [id for each in applications for id in each.result(timeout=250)]
         eventually(lambda: not unsent(database), seconds=60, message="all other tasks sent")
+    for each in relays:
+        each.finish()
     received = set(publisher.ids())
     assert len(cancelled) == len(set(cancelled)), "a task is cancelled twice"
     assert received | set(cancelled) == set(ids)
     assert 0 < len(cancelled) < tasks
     # Both workers can have published the same task.
-    named = [id for id in ids for record in caplog.records if _is_named(id, record)]
+    logged = [each.getMessage() for each in caplog.records if vars(each).get("action") == "cancelled_after_publish"]
+    named = [id for id in ids for line in logged if id in line]
     assert received & set(cancelled) == set(named)
     assert counted.counts[m.CANCELLED.name] == len(named)
     recorded = (json_texts(each.published) for each in operations.latest(TaskTable(database), tasks))
     assert {id for each in recorded for id in each} == set(named) & set(by_operator)
-
-
-def _is_named(id: str, record: logging.LogRecord) -> bool:
-    return getattr(record, "action", "") == "cancelled_after_publish" and id in record.getMessage()
 
 
 def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

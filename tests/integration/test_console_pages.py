@@ -24,7 +24,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
 from outbox.table.states import NEVER, STATES
 from tests.support.console import ORIGIN, SAME, console, text
-from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, PAST, insert, opened, pause, row
+from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, PAST, control, insert, opened, pause, row
 from tests.support.spanner import record_requests
 from tests.support.statements import scans, unbounded
 
@@ -41,24 +41,10 @@ HOSTILE = (
 
 
 def test_hostile_rows_are_shown_as_text(database: Database) -> None:
-    insert(
-        database,
-        [
-            row(f"{number} {hostile}", Topic=hostile, OrderingKey=hostile, **columns)
-            for number, hostile in enumerate(HOSTILE)
-            for columns in ({"AvailableAt": NEVER, "LastError": f"{hostile}\nsecond line"},)
-        ]
-        + [
-            row(
-                f"behind {number}",
-                Topic=hostile,
-                OrderingKey=hostile,
-                AvailableAt=FUTURE,
-                BlockedBy=f"{number} {hostile}",
-            )
-            for number, hostile in enumerate(HOSTILE)
-        ],
-    )
+    for number, hostile in enumerate(HOSTILE):
+        id, place = f"{number} {hostile}", {"Topic": hostile, "OrderingKey": hostile}
+        dead = row(id, AvailableAt=NEVER, LastError=f"{hostile}\nsecond line", **place)
+        insert(database, [dead, row(f"behind {number}", AvailableAt=FUTURE, BlockedBy=id, **place)])
     pause(database, *HOSTILE)
     caller = console(database)
     for number, hostile in enumerate(HOSTILE):
@@ -270,8 +256,7 @@ def fill(database: Database) -> None:
 @pytest.mark.extended
 def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> None:
     fill(database)
-    with database.batch() as batch:
-        batch.insert("AsynchronousTaskTopics", ("Topic", "PublishTo"), [("orders", "orders-v2")])
+    control(database, "orders", PublishTo="orders-v2")
     watched = opened(database)
     requests = record_requests(watched, *CALLS)
     app = application.app(watched, identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)

@@ -20,7 +20,7 @@ from outbox.console.roles import Role, Roles
 from outbox.table.states import NEVER
 from tests.support.console import SAME, Outage, begun, console, finished, form_of
 from tests.support.fakes import serialized
-from tests.support.operations import CREATED, FUTURE, PAST, insert, row, rows_of, update
+from tests.support.operations import CREATED, FUTURE, PAST, insert, row, rows_of, update, update_operation
 from tests.support.pubsub import PubSub
 from tests.support.waiting import eventually
 
@@ -151,8 +151,7 @@ def test_the_first_page_offers_to_continue_what_another_console_has_left(
     monkeypatch.setattr(readings, "OPERATIONS", 2)
     changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
     assert "was interrupted" not in console(database).get("/").text
-    with database.batch() as batch:
-        batch.update("AsynchronousTaskOperations", ("OperationId", "SeenAt"), [(ID, PAST)])
+    update_operation(database, ID, SeenAt=PAST)
     for _ in range(2):
         operations.begin(table, "view", {"ids": ["a"]})
     page = console(database).get("/").text

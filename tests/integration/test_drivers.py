@@ -5,7 +5,7 @@ import itertools
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -22,25 +22,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import outbox
-from tests.support.drivers import ORDERS, STACKS, DbApi, Django, SqlAlchemy, aborting
-from tests.support.spanner import fresh_database, query
+from tests.support.drivers import STACKS, DbApi, Django, SqlAlchemy, aborting
+from tests.support.spanner import query
 
 # SQLAlchemy and Django end a transaction that the driver does not have: in autocommit mode, or after a failed commit.
 pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def orders_database(spanner_instance: Any) -> Iterator[Database]:
-    from outbox.table import ddl
-
-    with fresh_database(spanner_instance, [*ddl.statements(), ORDERS]) as created:
-        yield created
-
-
-@pytest.fixture(params=STACKS)
-def stack(request: pytest.FixtureRequest, orders_database: Database) -> Iterator[DbApi]:
-    with closing(STACKS[request.param](orders_database)) as created:
-        yield created
 
 
 def rows(database: Database, *orders: str) -> tuple[list[str], list[str]]:
@@ -53,7 +39,7 @@ def rows(database: Database, *orders: str) -> tuple[list[str], list[str]]:
 
 
 def test_register_refuses_the_transaction_of_a_driver(
-    stack: DbApi, orders_database: Database, monkeypatch: pytest.MonkeyPatch
+    stack: DbApi, shop: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is buffered, also in the transaction of a replay. The caller's own statements are replayed."""
     for other in {"google.cloud.sqlalchemy_spanner", "django_spanner"} - {stack.module}:
@@ -67,15 +53,16 @@ def test_register_refuses_the_transaction_of_a_driver(
         for sql in ("INSERT INTO Orders (OrderId) VALUES (%s)", "UPDATE Orders SET Cents = 1 WHERE OrderId = %s"):
             stack.execute(handle, sql, order)
             transaction = stack.connection(handle).transaction_checkout()
-            with pytest.raises(outbox.InvalidTransaction, match=r"Use register of outbox\.ext\.sqlalchemy"):
-                outbox.register(transaction, "orders", b"")
-            with pytest.raises(outbox.InvalidTransaction, match=r"Use register_once of outbox\.ext\.sqlalchemy"):
-                outbox.register_once(transaction, "orders", b"", task_id=order)
-            with pytest.raises(outbox.InvalidTransaction, match=r"Use register_many of outbox\.ext\.sqlalchemy"):
-                outbox.register_many(transaction, [outbox.Task("orders", b"")])
+            for name, arguments, options in (
+                ("register", ("orders", b""), {}),
+                ("register_once", ("orders", b""), {"task_id": order}),
+                ("register_many", ([outbox.Task("orders", b"")],), {}),
+            ):
+                with pytest.raises(outbox.InvalidTransaction, match=rf"Use {name} of outbox\.ext\.sqlalchemy"):
+                    getattr(outbox, name)(transaction, *arguments, **options)
             assert transaction._mutations == []
     assert aborted == {"execute_sql": 1}
-    assert rows(orders_database, order) == ([order], [])
+    assert rows(shop, order) == ([order], [])
 
 
 class Topic(enum.StrEnum):
@@ -104,19 +91,19 @@ class Moment(datetime):
     ],
 )
 def test_a_row_equals_that_of_outbox_register(
-    stack: DbApi, orders_database: Database, message: Any, options: dict[str, Any]
+    stack: DbApi, shop: Database, message: Any, options: dict[str, Any]
 ) -> None:
     """In every column and byte, whichever function writes it. CreatedAt is the time of the commit."""
     id = str(uuid.uuid4())
     columns = "* EXCEPT (CreatedAt, Sequence), CreatedAt > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 MINUTE)"
 
     def written() -> list[list[Any]]:
-        row = query(orders_database, f"SELECT {columns} FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)", ids=[id])
-        with orders_database.batch() as batch:
+        row = query(shop, f"SELECT {columns} FROM AsynchronousTasks WHERE Id IN UNNEST(@ids)", ids=[id])
+        with shop.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
         return row
 
-    with orders_database.batch() as batch:
+    with shop.batch() as batch:
         outbox.register(batch, "orders", message, task_id=id, **options)
     expected = written()
     with stack.transaction() as handle:
@@ -129,7 +116,7 @@ def test_a_row_equals_that_of_outbox_register(
 
 
 def test_the_task_is_committed_and_rolled_back_with_the_order(
-    stack: DbApi, orders_database: Database, set_metrics: Callable[[Any], None]
+    stack: DbApi, shop: Database, set_metrics: Callable[[Any], None]
 ) -> None:
     """Nothing is left for the next transaction, and no lock. Each call counts once, whatever becomes of it.
 
@@ -141,8 +128,8 @@ def test_the_task_is_committed_and_rolled_back_with_the_order(
     with stack.transaction() as handle:
         stack.order(handle, taken)
         stack.register(handle, "orders", b"", task_id=taken)
-        assert rows(orders_database, taken) == ([], [])
-    assert rows(orders_database, taken) == ([taken], [taken])
+        assert rows(shop, taken) == ([], [])
+    assert rows(shop, taken) == ([taken], [taken])
 
     def work(id: str) -> None:
         with stack.transaction() as handle:
@@ -160,20 +147,20 @@ def test_the_task_is_committed_and_rolled_back_with_the_order(
     text = str(caught.value)
     assert re.search(f"{taken}.*Use another ID, or register_once", text)
     assert "YSBtZXNzYWdl" not in text, "the message is in the error"
-    assert rows(orders_database, lost, kept) == ([], [])
-    with closing(DbApi(orders_database)) as other:
+    assert rows(shop, lost, kept) == ([], [])
+    with closing(DbApi(shop)) as other:
         other.order(other._connection, lost)
         other.register(other._connection, "orders", b"", task_id=kept)
         other._connection.autocommit = True  # commits
-    assert rows(orders_database, lost, kept) == ([lost], [kept])
+    assert rows(shop, lost, kept) == ([lost], [kept])
     with stack.transaction() as handle:
         assert stack.register_once(handle, "orders", b"", task_id=kept) is False
         stack.order(handle, kept)
-    assert rows(orders_database, kept) == ([kept], [kept])
+    assert rows(shop, kept) == ([kept], [kept])
     assert counter.increment.call_args_list == [mock.call("outbox.registered_task_count", 1, ["topic:orders"])] * 6
 
 
-def test_every_replay_inserts_the_same_task(stack: DbApi, orders_database: Database) -> None:
+def test_every_replay_inserts_the_same_task(stack: DbApi, shop: Database) -> None:
     """Each transaction is aborted once: at its order, at its task or in its commit. Two tasks per order are committed.
 
     A mutation would be lost by a replay, and a statement of a replay's own would insert the task again.
@@ -193,10 +180,10 @@ def test_every_replay_inserts_the_same_task(stack: DbApi, orders_database: Datab
                 due += ["commit"] if at == "commit" else []
     assert aborted.total() == len(orders)
     tasks = [*orders, *(f"{order}-2" for order in orders)]
-    assert rows(orders_database, *tasks) == (sorted(orders), sorted(tasks))
+    assert rows(shop, *tasks) == (sorted(orders), sorted(tasks))
 
 
-def test_all_tasks_of_a_transaction_are_one_statement(stack: DbApi, orders_database: Database) -> None:
+def test_all_tasks_of_a_transaction_are_one_statement(stack: DbApi, shop: Database) -> None:
     """Whichever functions registered them, with other columns each. The emulator accepts no second statement."""
     tasks = [outbox.Task("orders", b"", ordering_key="k" * (n % 2), task_id=str(uuid.uuid4())) for n in range(96)]
     first, last, once, again = others = [str(uuid.uuid4()) for _ in range(4)]
@@ -218,11 +205,11 @@ def test_all_tasks_of_a_transaction_are_one_statement(stack: DbApi, orders_datab
 
     with pytest.raises(stack.errors.DatabaseError, match="Register fewer tasks in one transaction of a test"):
         work(1)
-    assert rows(orders_database, first, *ids) == ([], [])
+    assert rows(shop, first, *ids) == ([], [])
     work(0)
-    assert rows(orders_database, *others, *ids) == ([first], sorted([*others, *ids]))
+    assert rows(shop, *others, *ids) == ([first], sorted([*others, *ids]))
     values = query(
-        orders_database,
+        shop,
         "SELECT AtMostOnce, EXTRACT(YEAR FROM AvailableAt), OrderingKey FROM AsynchronousTasks "
         "WHERE Id IN UNNEST(@ids) ORDER BY Sequence",
         ids=[first, ids[1], once, last],
@@ -230,7 +217,7 @@ def test_all_tasks_of_a_transaction_are_one_statement(stack: DbApi, orders_datab
     assert values == [[True, None, None], [False, None, "k"], [False, 2040, None], [False, None, None]]
 
 
-def test_cancel_and_register_may_follow_one_another(stack: DbApi, orders_database: Database) -> None:
+def test_cancel_and_register_may_follow_one_another(stack: DbApi, shop: Database) -> None:
     """In any order, also of one key, and for a task that the same transaction has registered it says so."""
     old, new, other = (str(uuid.uuid4()) for _ in range(3))
     with stack.transaction() as handle:
@@ -243,15 +230,15 @@ def test_cancel_and_register_may_follow_one_another(stack: DbApi, orders_databas
         with pytest.raises(outbox.InvalidTransaction, match="was registered by the same transaction"):
             stack.call("cancel", handle, new)
         assert stack.register_once(handle, "orders", b"again", task_id=old) is True
-    assert rows(orders_database, old, new, other) == ([], sorted([old, new, other]))
+    assert rows(shop, old, new, other) == ([], sorted([old, new, other]))
 
 
-def test_nested_blocks_of_django(orders_database: Database) -> None:
+def test_nested_blocks_of_django(shop: Database) -> None:
     """There are no savepoints: an inner block that fails takes the outer one with it, and `register` says so."""
     from django.db import transaction
 
     lost, kept = str(uuid.uuid4()), str(uuid.uuid4())
-    with closing(Django(orders_database)) as stack:
+    with closing(Django(shop)) as stack:
 
         def nested(order: str, *, fails: bool) -> None:
             with stack.transaction() as handle:
@@ -266,15 +253,15 @@ def test_nested_blocks_of_django(orders_database: Database) -> None:
 
         nested(kept, fails=False)
         nested(lost, fails=True)
-    assert rows(orders_database, kept, lost) == ([kept], [kept])
+    assert rows(shop, kept, lost) == ([kept], [kept])
 
 
-def test_a_replay_with_another_answer_fails(stack: DbApi, orders_database: Database) -> None:
+def test_a_replay_with_another_answer_fails(stack: DbApi, shop: Database) -> None:
     """Another transaction commits the ID before the replay: `register_once` has answered True, which is now wrong."""
     id, order = str(uuid.uuid4()), str(uuid.uuid4())
 
     def another() -> None:
-        with orders_database.batch() as batch:
+        with shop.batch() as batch:
             outbox.register(batch, "orders", b"", task_id=id)
 
     def work() -> None:
@@ -288,7 +275,7 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, orders_database: Datab
         pytest.raises(Exception, match="could not be retried due to a concurrent modification"),
     ):
         work()
-    assert rows(orders_database, id, order) == ([], [id])
+    assert rows(shop, id, order) == ([], [id])
     with stack.transaction() as handle:
         assert stack.register_once(handle, "orders", b"", task_id=id) is False
 
@@ -330,7 +317,7 @@ def test_a_missing_table_is_named(empty_database: Database, stack_class: type[Db
                 call(function)
 
 
-def test_the_layer_above_the_driver_sees_each_statement(orders_database: Database) -> None:
+def test_the_layer_above_the_driver_sees_each_statement(shop: Database) -> None:
     """SQLAlchemy's echo and events, and Django's wrappers and log of queries."""
     from django.db import connections
 
@@ -342,7 +329,7 @@ def test_the_layer_above_the_driver_sees_each_statement(orders_database: Databas
 
     for kind in (SqlAlchemy, Django):
         seen.clear()
-        with closing(kind(orders_database)) as stack, ExitStack() as watching:
+        with closing(kind(shop)) as stack, ExitStack() as watching:
             if isinstance(stack, SqlAlchemy):
                 event.listen(stack.engine, "before_cursor_execute", lambda *arguments: seen.append(arguments[2]))
             else:
@@ -358,10 +345,10 @@ def refused(register: Callable[[], object], sentence: str) -> None:
         register()
 
 
-def test_sessions_and_connections_of_sqlalchemy(orders_database: Database) -> None:
+def test_sessions_and_connections_of_sqlalchemy(shop: Database) -> None:
     """Sessions, scoped sessions and connections with an open transaction; each wrong use is one clear error."""
     first, second, third = ids = sorted(str(uuid.uuid4()) for _ in range(3))
-    with closing(SqlAlchemy(orders_database)) as stack:
+    with closing(SqlAlchemy(shop)) as stack:
 
         def register(session: Any, id: str = "") -> None:
             stack.register(session, "orders", b"", task_id=id or None)
@@ -399,10 +386,10 @@ def test_sessions_and_connections_of_sqlalchemy(orders_database: Database) -> No
         ):
             register(connection)
         other.dispose()
-    assert rows(orders_database, *ids) == ([], ids)
+    assert rows(shop, *ids) == ([], ids)
 
 
-def test_a_session_that_failed_is_refused(orders_database: Database) -> None:
+def test_a_session_that_failed_is_refused(shop: Database) -> None:
     """Until it is rolled back. SQLAlchemy marks a session as failed if a flush fails."""
 
     class Base(DeclarativeBase):
@@ -412,7 +399,7 @@ def test_a_session_that_failed_is_refused(orders_database: Database) -> None:
         __tablename__ = "Orders"
         OrderId: Mapped[str] = mapped_column(primary_key=True)
 
-    with closing(SqlAlchemy(orders_database)) as stack, Session(stack.engine) as session:
+    with closing(SqlAlchemy(shop)) as stack, Session(stack.engine) as session:
         session.add(Order(OrderId="x" * 65))
         with pytest.raises(DBAPIError):
             session.flush()
@@ -420,13 +407,13 @@ def test_a_session_that_failed_is_refused(orders_database: Database) -> None:
         session.rollback()
 
 
-def test_wrong_uses_of_django(orders_database: Database) -> None:
+def test_wrong_uses_of_django(shop: Database) -> None:
     from django.db import connections, transaction
     from django.utils.connection import ConnectionDoesNotExist
 
     from outbox.ext import django
 
-    with closing(Django(orders_database)) as stack:
+    with closing(Django(shop)) as stack:
         refused(lambda: django.register("orders", b""), "database 'default' has no atomic block")
         refused(lambda: django.register_once("orders", b"", task_id="t"), "database 'default' has no atomic block")
         with pytest.raises(ConnectionDoesNotExist):

@@ -35,6 +35,7 @@ from tests.support.operations import (
     row,
     rows_of,
     update,
+    update_operation,
 )
 from tests.support.spanner import query
 
@@ -433,9 +434,7 @@ def test_a_task_that_a_worker_had_published_is_restored_as_sent(database: Databa
     insert(database, [row("again"), out, row("kept")])
     update(database, "again", TimesSent=1)
     id = cancel(table, "again", "out", "kept")
-    with database.batch() as batch:
-        published = '{"again": "16", "out": "17"}'
-        batch.update("AsynchronousTaskOperations", ("OperationId", "Published"), [(id, published)])
+    update_operation(database, id, Published='{"again": "16", "out": "17"}')
     assert restore(table, id) == ["again", "kept", "out"]
     after = rows_of(database)
     assert (after["again"]["SentAt"], after["kept"]["SentAt"]) == (None, None)

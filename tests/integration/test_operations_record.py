@@ -25,12 +25,25 @@ from outbox.admin.table import TaskTable
 from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.table.ddl import OPERATIONS, Layout
+from outbox.table.ddl import Layout
 from outbox.table.states import CANCELLED, NEVER
 from tests.support.commands import Commands
 from tests.support.console import SAME, console
 from tests.support.fakes import serialized
-from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, changed, insert, opened, row, rows_of, update
+from tests.support.operations import (
+    FUTURE,
+    MICROSECOND,
+    PAST,
+    SECOND,
+    changed,
+    control,
+    insert,
+    opened,
+    row,
+    rows_of,
+    update,
+    update_operation,
+)
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.waiting import eventually
 
@@ -177,8 +190,7 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
     begin(table, TaskSelection(ids=ids), id="too many")
     for id, (columns, _) in BROKEN.items():
         begin(table, TaskSelection(state="dead"), id=id)
-        with database.batch() as batch:
-            batch.update("AsynchronousTaskOperations", ("OperationId", *columns), [(id, *columns.values())])
+        update_operation(database, id, **columns)
     for id in ("too many", "other layout"):
         operations.stop(table, id, JOHN)
     stop = operations.latest(table, 1)[0]
@@ -321,8 +333,7 @@ def test_a_resend_repeats_a_chunk_whose_record_is_missing_in_the_order_of_its_ke
     insert(database, [row("other", Topic="mails", SentAt=PAST), row("unsent"), row("new", SentAt=table.now())])
     before = rows_of(database)
     list(itertools.islice(changes.resume(table, begun(table, to)), 2))
-    with database.batch() as batch:
-        batch.update(OPERATIONS, ("OperationId", "Position", "Tasks"), [(ID, None, 0)])
+    update_operation(database, ID, Position=None, Tasks=0)
     assert changed(changes.resume(table, ID)) == sorted(TASKS)
     found = ids(to)
     assert len(found) > len(TASKS)
@@ -393,8 +404,7 @@ def test_a_resend_that_makes_no_sense_is_refused(
     database: Database, table: TaskTable, selection: TaskSelection, topic: str, sentence: str
 ):
     insert(database, [row("a", SentAt=PAST)])
-    with database.batch() as batch:
-        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "PublishTo"), [("orders", False, "orders-v2")])
+    control(database, "orders", PublishTo="orders-v2")
     with pytest.raises(SettingError, match=sentence):
         changes.resend_to(table, selection, topic)
     assert changes.resend_to(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"

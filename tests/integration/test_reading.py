@@ -321,18 +321,13 @@ def tied_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def place_of(columns: dict[str, Any]) -> tuple[Any, ...]:
-    sequence = columns["Sequence"]
-    return columns["SentAt"], columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]
-
-
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_pages_miss_no_task_and_repeat_none(
     database: Database, table: TaskTable, size: int, monkeypatch: pytest.MonkeyPatch
 ):
     """In the order of publishing, wherever a page ends, from each position, of all topics or one."""
     monkeypatch.setattr(reading, "PAGE_ROWS", size)
-    rows = sorted(tied_rows(), key=place_of)
+    rows = sorted(tied_rows(), key=lambda each: (each["SentAt"], each["CreatedAt"], each["Sequence"] or 0, each["Id"]))
     insert(database, [*rows, row("before", SentAt=RECENT - MICROSECOND), row("unsent"), row("dead", AvailableAt=NEVER)])
     order = [each["Id"] for each in rows]
     assert list(followed(table, Position(RECENT))) == order

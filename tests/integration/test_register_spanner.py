@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import functools
 import json
 import re
 import uuid
@@ -15,7 +14,7 @@ from unittest import mock
 
 import pytest
 from google.api_core.exceptions import AlreadyExists, DeadlineExceeded, RetryError
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 from google.protobuf.json_format import ParseDict
@@ -29,8 +28,10 @@ from outbox.registration import COLUMNS
 from outbox.table import transactions
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.drivers import aborting
+from tests.support.operations import delete, update
 from tests.support.processes import ROOT
 from tests.support.proxy import Proxy
+from tests.support.relays import execute
 from tests.support.spanner import query
 
 ORDERS = """
@@ -41,15 +42,6 @@ CREATE TABLE Orders (
 
 def ids(database: Database) -> list[str]:
     return [id for [id] in query(database, "SELECT Id FROM AsynchronousTasks ORDER BY Id")]
-
-
-def in_transaction(database: Database, work: Callable[[Any], Any]) -> Any:
-    return database.run_in_transaction(work)
-
-
-def in_batch(database: Database, work: Callable[[Any], Any]) -> Any:
-    with database.batch() as batch:
-        return work(batch)
 
 
 def once(transaction: Any, task_id: str = "t") -> bool:
@@ -71,8 +63,9 @@ def test_business_row_and_task_have_one_commit(own_database: Database) -> None: 
         assert ids(own_database) == before
         return id
 
-    keyed = in_transaction(own_database, functools.partial(work, ordering_key="k"))
-    once_at_most = in_batch(own_database, functools.partial(work, expires_at=expires, at_most_once=True))
+    keyed = own_database.run_in_transaction(work, ordering_key="k")
+    with own_database.batch() as batch:
+        once_at_most = work(batch, expires_at=expires, at_most_once=True)
     columns = "Id, Topic, Priority, AvailableAt, OrderingKey, ExpiresAt, AtMostOnce, Attempts, SentAt, CreatedAt"
     [first], [second] = query(own_database, "SELECT WrittenAt FROM Orders ORDER BY Id")
     assert query(own_database, f"SELECT {columns} FROM AsynchronousTasks ORDER BY CreatedAt") == [
@@ -93,7 +86,7 @@ def test_an_aborted_transaction_registers_one_task(database: Database) -> None:
         assert once(transaction)
 
     with aborting(lambda call: call == "commit" and len(attempts) == 1):
-        in_transaction(database, work)
+        database.run_in_transaction(work)
     assert len(attempts) > 1  # the emulator may abort further ones
     assert ids(database) == sorted([attempts[-1], "t"])
 
@@ -105,9 +98,9 @@ def test_a_given_id_makes_the_registration_idempotent(database: Database) -> Non
         transaction.insert_or_update("AsynchronousTaskTopics", ("Topic",), [("effect",)])
         outbox.register(transaction, "orders", b"", task_id="t")
 
-    in_transaction(database, once)
+    database.run_in_transaction(once)
     with pytest.raises(AlreadyExists, match="AsynchronousTasks"):
-        in_transaction(database, work)
+        database.run_in_transaction(work)
     assert query(database, "SELECT Topic FROM AsynchronousTaskTopics") == []
     assert ids(database) == ["t"]
 
@@ -137,16 +130,14 @@ def test_register_once_registers_in_the_first_transaction_only(database: Databas
         transaction.insert("AsynchronousTaskTopics", ("Topic",), [("effect",)])
         return once(transaction)
 
-    assert in_transaction(database, once) is True
-    assert in_transaction(database, again) is False
+    assert database.run_in_transaction(once) is True
+    assert database.run_in_transaction(again) is False
     assert ids(database) == ["t"]
     assert query(database, "SELECT Topic FROM AsynchronousTaskTopics") == [["effect"]]
-    with database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "SentAt"), [("t", COMMIT_TIMESTAMP)])
-    assert in_transaction(database, once) is False
-    with database.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(keys=[["t"]]))
-    assert in_transaction(database, once) is True
+    update(database, "t", SentAt=COMMIT_TIMESTAMP)
+    assert database.run_in_transaction(once) is False
+    delete(database, "t")
+    assert database.run_in_transaction(once) is True
 
 
 def test_register_once_twice_in_one_transaction_registers_once(database: Database) -> None:
@@ -158,7 +149,7 @@ def test_register_once_twice_in_one_transaction_registers_once(database: Databas
         one = list(transaction.execute_sql("SELECT 1"))
         return [first, one, once(transaction), once(transaction, "plain"), once(transaction, "other")]
 
-    assert in_transaction(database, work) == [True, [[1]], False, False, True]
+    assert database.run_in_transaction(work) == [True, [[1]], False, False, True]
     assert ids(database) == ["other", "plain", "t"]
 
 
@@ -170,13 +161,13 @@ def test_one_of_two_concurrent_transactions_registers(database: Database) -> Non
     def work(transaction: Any) -> None:
         ours.append(once(transaction))
         if len(ours) == 1:
-            others.append(pool.submit(in_transaction, database, once).result())
+            others.append(pool.submit(database.run_in_transaction, once).result())
 
     def all_of_them() -> list[bool]:
-        return [in_transaction(database, functools.partial(once, task_id=f"t{n}")) for n in range(5)]
+        return [database.run_in_transaction(once, task_id=f"t{n}") for n in range(5)]
 
     with ThreadPoolExecutor(2) as pool:
-        in_transaction(database, work)
+        database.run_in_transaction(work)
         assert others == [True]
         assert (ours[0], ours[-1]) == (True, False)
         assert ids(database) == ["t"]
@@ -371,8 +362,7 @@ def test_the_statement_writes_the_row_of_register(database: Database, golden: di
 
     database.run_in_transaction(insert)
     inserted = stored()
-    with database.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(all_=True))
+    execute(database, "DELETE FROM AsynchronousTasks WHERE TRUE")
     database.run_in_transaction(lambda transaction: outbox.register(transaction, **arguments(golden)))
     assert inserted == stored() | {"Bytes": inserted["Bytes"]}
     assert inserted["Bytes"] == len(base64.b64decode(golden["row"]["Data"]))

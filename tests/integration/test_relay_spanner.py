@@ -36,7 +36,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import Answer, Failed, LockedRow, Published
 from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
-from tests.support.operations import FUTURE, OF_STATES, PAST, insert, row
+from tests.support.operations import FUTURE, OF_STATES, PAST, insert, row, update
 from tests.support.parts import poll_request, relay_of
 from tests.support.processes import ROOT
 from tests.support.pubsub import PubSub, Subscription, pulling
@@ -143,8 +143,7 @@ def test_a_task_is_sent_again_by_plain_dml(
 ) -> None:  # OUT-TWICE-1
     """`SentAt = NULL` alone, with the count of rows as its answer (A41, by hand), also for one that had failed."""
     ids = register(database, topic, 3, data=b"\x00\xffbody")
-    with database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "Attempts", "LastError"), [(ids[0], 3, "once")])
+    update(database, ids[0], Attempts=3, LastError="once")
     relay = make_relay(database)
     turn_until_all_sent(relay, database)
     again = f"UPDATE AsynchronousTasks SET SentAt = NULL WHERE Topic = '{topic}' AND SentAt > '2020-01-01'"

@@ -24,11 +24,24 @@ from publishworker.types import Deferred, NotSent, Published, TopicKey
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
-from tests.support.roles import ALL, Heard, grants, refused, statements
+from tests.support.roles import ALL, Grants, Heard, grants, refused, statements
 from tests.support.spanner import place
 
 TASK = {outbox.TASK_ID_ATTRIBUTE: "task-1"}
 TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
+
+
+def allowed_all(role: str, heard: Heard, *, optional: bool = False) -> Grants:
+    """Return the grants of a role, which allow each request."""
+    allowed = grants(role, optional=optional)
+    assert list(refused(allowed, heard.commits)) == []
+    assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
+    return allowed
+
+
+def written(heard: Heard, kind: str) -> set[str]:
+    """Return the columns of all mutations of a kind. A grant of another column would be one that nothing needs."""
+    return {column for commit in heard.commits for each in commit.mutations for column in getattr(each, kind).columns}
 
 
 def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
@@ -63,29 +76,21 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.discover(range(10), ())
     store.key_heads({TopicKey("orders", "k"): 0}, 9, skip_dead=True)
 
-    recorded = NotSent(1, NEVER, None, "error")
-    marks = {
-        "clean": Published("1"),
-        "recorded": recorded,
-        "deferred": Deferred(FUTURE, "recorded"),
-        "old": Published("2"),
-    }
+    marks = {"clean": Published("1"), "old": Published("2"), "recorded": NotSent(1, NEVER, None, "error")}
+    marks["deferred"] = Deferred(FUTURE, "recorded")
     store.claim(list(marks), lambda _rows, _now: marks)
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Published("3")})
     store.heartbeat("me", datetime.now(UTC), (), remove=["gone"])
     store.delete_heartbeat("me")
     any_to_send(store), topics_to_send(store), backlog.read_unsent(TaskTable(store.database))
-    allowed = grants(role)
-    assert list(refused(allowed, heard.commits)) == []
+    allowed = allowed_all(role, heard)
     without = {**allowed, ("UPDATE", "AsynchronousTasks"): allowed["UPDATE", "AsynchronousTasks"] - {"Attempts"}}
     assert "UPDATE ['Attempts'] of AsynchronousTasks" in set(refused(without, heard.commits))
     assert len(heard.commits) == 4
-    assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
     assert heard.tables == set(TABLES)
     assert heard.roles == {role}
     assert ours.renewed().database_role == role  # also after its session was lost
-    written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
-    assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
+    assert written(heard, "update") == allowed["UPDATE", "AsynchronousTasks"]
 
 
 @pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
@@ -104,25 +109,17 @@ def test_a_worker_records_what_it_published_of_cancelled_tasks(
         store.record_published(message_ids)
     [cancel] = operations.latest(table, 9)
     assert cancel.published == '{"a": "1", "b": "3"}'
-    assert list(refused(grants(role), heard.commits)) == []
-    assert {("SELECT", name) for name in heard.tables} <= grants(role).keys()
+    allowed_all(role, heard)
 
 
 @pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
 def test_operators_stay_within_their_role(database: Database) -> None:
     """All commands that change something, and those that look at everything."""
-    insert(
-        database,
-        [
-            row("dead", AvailableAt=NEVER, OrderingKey="k"),
-            row("dead too", AvailableAt=NEVER, OrderingKey="k"),
-            row("behind", AvailableAt=FUTURE, OrderingKey="k", BlockedBy="dead"),
-            row("sent", SentAt=PAST),
-        ],
-    )
-    name = database.database_id
+    insert(database, [row(id, AvailableAt=NEVER, OrderingKey="k") for id in ("dead", "dead too")])
+    behind = row("behind", AvailableAt=FUTURE, OrderingKey="k", BlockedBy="dead")
+    insert(database, [behind, row("sent", SentAt=PAST)])
     role = "outbox_operator"
-    table = TaskTable(open_database(place(name, database_role=role)))
+    table = TaskTable(open_database(place(database.database_id, database_role=role)))
     heard = Heard(table.database)
     backlog.read(table)
     backlog.oldest_ages(table)
@@ -146,12 +143,8 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         before = len(heard.commits)
         work()
         assert len(heard.commits) > before
-    allowed = grants(role)
-    assert list(refused(allowed, heard.commits)) == []
-    assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
+    assert written(heard, "insert") >= allowed_all(role, heard)["INSERT", "AsynchronousTasks"]
     assert heard.roles <= {role}
-    inserted = {column for commit in heard.commits for each in commit.mutations for column in each.insert.columns}
-    assert inserted >= allowed["INSERT", "AsynchronousTasks"], "a grant that nothing needs"
 
 
 def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
@@ -185,11 +178,9 @@ def test_applications_stay_within_their_role(database: Database, spanner_instanc
     heard = Heard(ours)
     ours.run_in_transaction(lambda transaction: outbox.register(transaction, "orders", b"", ordering_key="k"))
     ours.run_in_transaction(lambda transaction: outbox.register_once(transaction, "orders", b"", task_id="1"))
-    allowed = grants("outbox_application")
-    assert list(refused(allowed, heard.commits)) == []
+    allowed = allowed_all("outbox_application", heard)
     assert (heard.tables, allowed["SELECT", "AsynchronousTasks"]) == ({"AsynchronousTasks"}, {"Id"})
-    written = {column for commit in heard.commits for each in commit.mutations for column in each.insert.columns}
-    assert written == allowed["INSERT", "AsynchronousTasks"], "a grant that nothing needs"
+    assert written(heard, "insert") == allowed["INSERT", "AsynchronousTasks"]
 
 
 def test_applications_that_cancel_need_the_optional_grants(database: Database, spanner_instance: Instance) -> None:
@@ -198,14 +189,12 @@ def test_applications_that_cancel_need_the_optional_grants(database: Database, s
     ours = spanner_instance.database(database.database_id)
     heard = Heard(ours)
     assert ours.run_in_transaction(outbox.cancel, "a")
-    allowed, without = grants("outbox_application", optional=True), grants("outbox_application")
-    assert list(refused(allowed, heard.commits)) == []
+    allowed, without = allowed_all("outbox_application", heard, optional=True), grants("outbox_application")
     assert {("SELECT", table) for table in heard.tables} == {each for each in allowed if each[0] == "SELECT"}
     assert allowed.keys() - without.keys() == {
         ("SELECT", "AsynchronousTaskShards"), ("UPDATE", "AsynchronousTasks"), ("DELETE", "AsynchronousTasks"),
     }  # fmt: skip
-    written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
-    assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
+    assert written(heard, "update") == allowed["UPDATE", "AsynchronousTasks"]
 
 
 def test_subscribers_stay_within_their_role(own_database: Database) -> None:

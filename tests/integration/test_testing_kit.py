@@ -254,39 +254,23 @@ def outbox_session_database(spanner_emulator):
     database = spanner.Client("ready", disable_builtin_metrics=True).instance("main").database("shop")
     database._instance.configuration_name = "projects/ready/instanceConfigs/emulator-config"
     database._instance.create().result()
-    database._ddl_statements = ("CREATE TABLE Orders (Id STRING(36)) PRIMARY KEY (Id)", *ddl.statements(shards=3))
+    database._ddl_statements = (*ddl.statements(shards=3),)
     database.create().result()
     yield database
     database.drop()
     database._instance.delete()
-"""
-USED = """
-import outbox
-import pytest
 
-@pytest.fixture(scope="session")
-def seeded(outbox_session_database):
-    return outbox_session_database
-
-@pytest.mark.parametrize("run", range(2))
-def test_an_order(run, seeded, outbox_database, outbox_relay, published):
-    assert seeded is outbox_database
-    with outbox_database.batch() as batch:
-        batch.insert("Orders", ["Id"], [["a"]])
-        outbox.register(batch, "orders", b"")
-    assert (outbox_relay.drain().published, len(published("orders"))) == (1, 1)
-    with outbox_database.snapshot() as snapshot:
-        [[shard]] = snapshot.execute_sql("SELECT MAX(MOD(Shard, 3) - Shard) FROM AsynchronousTasks")
-    assert shard == 0
+@pytest.fixture(autouse=True)
+def is_used(outbox_session_database, outbox_database):
+    assert outbox_database is outbox_session_database and outbox_database.database_id == "shop"
 """
 
 
 @pytest.mark.extended
-def test_the_database_may_be_ready(emulators: Emulators, tmp_path: Path) -> None:
-    """With three shards. The fixture adds nothing to it."""
-    for name, text in {"conftest.py": READY, "test_orders.py": USED, "pytest.ini": "[pytest]\n"}.items():
-        (tmp_path / name).write_text(text)
-    ended = run(tmp_path, **emulators.environment())
+def test_the_database_may_be_ready(emulators: Emulators, project: Path) -> None:
+    """With three shards. The plugin adds no table to it."""
+    (project / "conftest.py").write_text(READY)
+    ended = run(project, "-k", "in_order or route", **emulators.environment())
     assert "2 passed" in ended.stdout, ended.stdout
 
 

@@ -27,22 +27,19 @@ from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
 from tests.support.commands import Commands
 from tests.support.console import SAME, console, form_of, text
+from tests.support.processes import Finished
 from tests.support.pubsub import PubSub
 from tests.support.spanner import PROJECT
 
 FULL, V2 = (f"projects/{PROJECT}/topics/{name}" for name in ("orders", "orders-v2"))
-Command: TypeAlias = Callable[[str], tuple[int, str, str]]
+Command: TypeAlias = Callable[[str], Finished]
 #: The texts of a form or of flags, by name. None removes the value.
 Change: TypeAlias = Mapping[str, str | None]
 
 
 @pytest.fixture
-def command(emulators: Emulators, database: Database) -> Command:
-    def run(words: str) -> tuple[int, str, str]:
-        done = Commands(emulators, database).here(*words.split())
-        return done.code, done.stdout, done.stderr
-
-    return run
+def command(outbox: Commands) -> Command:
+    return lambda words: outbox.here(*words.split())
 
 
 def rows(database: Database) -> dict[str, Controls]:
@@ -200,7 +197,7 @@ def test_a_change_writes_the_row_and_its_record_or_nothing(  # noqa: PLR0917 - p
 def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: Command, tmp_path: Path) -> None:
     """The page offers it while a circuit is open. A file does not have it, and leaves it."""
     have(database, "orders")
-    assert command("topics probe orders")[:2] == (0, "")
+    assert command("topics probe orders").code == 0
     first = rows(database)["orders"].probe_requested_at
     caller = console(database)
     assert "Probe now" not in caller.get("/topic?name=orders").text
@@ -215,10 +212,10 @@ def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: C
     assert second
     assert first < second
     assert recorded(database) == ("probe", {"topics": {"orders": {}}})
-    assert json.loads(command("topics export")[1]) == {"topics": {"orders": {"paused": False}}}
+    assert json.loads(command("topics export").stdout) == {"topics": {"orders": {"paused": False}}}
     file = tmp_path / "topics.json"
     file.write_text('{"topics": {"orders": {"max_in_flight": 5}}}')
-    assert command(f"topics apply {file}")[0] == 0
+    assert command(f"topics apply {file}").code == 0
     assert rows(database) == {"orders": Controls(max_in_flight=5, probe_requested_at=second)}
 
 
@@ -233,9 +230,9 @@ def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Comman
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "SentAt"), list(zip(ids, sent.values(), strict=True)))
     for topic in ("has-row", "has-task", "sent-now"):
-        assert command(words.format(topic))[0] == 0
-    assert command(words.format("sent-before"))[0] == 2
-    assert command(words.format("sent-before") + " --yes")[0] == 0
+        assert command(words.format(topic)).code == 0
+    assert command(words.format("sent-before")).code == 2
+    assert command(words.format("sent-before") + " --yes").code == 0
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
@@ -248,9 +245,9 @@ def test_an_unknown_topic_is_a_question_at_a_terminal(
         monkeypatch.setattr(typed, "isatty", lambda: True)
         monkeypatch.setattr("sys.stdin", typed)
         done = command(words.format("ordres"))
-        assert done[0] == code
-        assert "Did you mean 'orders'? Known topics: orders. " in done[2]
-        assert "'ordres' anyway? [y/N] " in done[2]
+        assert done.code == code
+        assert "Did you mean 'orders'? Known topics: orders. " in done.stderr
+        assert "'ordres' anyway? [y/N] " in done.stderr
         assert [*rows(database)] == ([] if code else ["ordres"])
         write(database, {})
 
@@ -260,7 +257,7 @@ def test_a_destination_that_pubsub_says_nothing_about_is_written(
 ) -> None:
     """With a note. `--force` does not ask."""
     have(database, "orders")
-    assert command("topics set orders --route missing-topic --force")[0] == 0
+    assert command("topics set orders --route missing-topic --force").code == 0
     monkeypatch.setattr("outbox.program.channels.TOPIC_SECONDS", 0.3)
     without = Commands(emulators, database, more={"PUBSUB_EMULATOR_HOST": "localhost:1"})
     done = without.here("topics", "set", "orders", "--route", "third-topic")
@@ -284,20 +281,20 @@ def test_an_export_can_be_applied(database: Database, command: Command, tmp_path
     file.write_text(json.dumps({"topics": EXPORTED}))
     wanted = {"orders": Controls(True, 10.0, 20, 5, "orders-v2", 3, 1.0, 60.0, 0.0), "invoices": Controls()}
     dry = command(f"topics apply {file} --force --dry-run")
-    assert dry[1].endswith("\n2 topics would be changed, 0 unchanged\n")
-    assert dry[2].startswith("outbox: unknown topic 'orders', 'invoices' (no row")
-    assert "orders: no row -> paused; at most 10 tasks a second, 20 at once, 5 in flight; published to orders" in dry[1]
+    assert dry.stdout.endswith("\n2 topics would be changed, 0 unchanged\n")
+    assert dry.stderr.startswith("outbox: unknown topic 'orders', 'invoices' (no row")
+    assert "no row -> paused; at most 10 tasks a second, 20 at once, 5 in flight; published to orders" in dry.stdout
     assert rows(database) == {}
-    assert command(f"topics apply {file} --force")[0] == 2  # no topic is known
-    assert command(f"topics apply {file} --force --yes")[0] == 0
+    assert command(f"topics apply {file} --force").code == 2  # no topic is known
+    assert command(f"topics apply {file} --force --yes").code == 0
     assert rows(database) == wanted
     assert recorded(database)[0] == "controls"
-    exported = command("topics export")[1]
+    exported = command("topics export").stdout
     assert json.loads(exported) == {"topics": EXPORTED}
     file.write_text(exported)
-    assert command(f"topics apply {file} --force")[1] == "0 topics changed, 2 unchanged\n"
+    assert command(f"topics apply {file} --force").stdout == "0 topics changed, 2 unchanged\n"
     file.write_text('{"topics": {"orders": {"burst": 2e+01, "rate_per_second": 7}}}')
-    assert command(f"topics apply {file}")[0] == 0
+    assert command(f"topics apply {file}").code == 0
     assert rows(database) == {**wanted, "orders": Controls(False, 7.0, 20)}
     operation, difference = recorded(database)
     assert (operation, difference["topics"]["orders"]["max_attempts"]) == ("controls", [3, None])
@@ -343,9 +340,9 @@ def test_a_wrong_file_is_refused_with_the_path_before_anything_is_written(
     }
     for file, sentence in (WRONG | of_fields).items():
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.encode())))
-        code, out, err = command("topics apply - --force --yes")
-        assert (code, out, err.count("\n")) == (2, "", 1), file
-        assert sentence in err
+        done = command("topics apply - --force --yes")
+        assert (done.code, done.stdout, done.stderr.count("\n")) == (2, "", 1), file
+        assert sentence in done.stderr
     assert rows(database) == {}
 
 
@@ -354,8 +351,8 @@ def test_a_file_with_a_chain_or_a_missing_destination_writes_nothing(
 ) -> None:
     file = tmp_path / "topics.json"
     file.write_text('{"topics": {"orders": {"publish_to": "second"}, "second": {"publish_to": "third"}}}')
-    assert "which is routed to" in command(f"topics apply {file} --force --yes")[2]
+    assert "which is routed to" in command(f"topics apply {file} --force --yes").stderr
     file.write_text('{"topics": {"orders": {"publish_to": "missing-topic"}, "right": {"paused": true}}}')
-    assert "does not exist" in command(f"topics apply {file} --yes")[2]
-    assert command(f"topics apply {tmp_path}/none.json")[2].startswith(f"outbox: '{tmp_path}/none.json' cannot be read")
+    assert "does not exist" in command(f"topics apply {file} --yes").stderr
+    assert f"'{tmp_path}/none.json' cannot be read" in command(f"topics apply {tmp_path}/none.json").stderr
     assert rows(database) == {}

@@ -132,8 +132,7 @@ def test_a_missing_index_is_named(own_database: Database):
     for work in ("show", "retry ids", "list"):
         with pytest.raises(NotReached, match=r"ExpiresAt.*See `outbox schema apply`"):
             WORK[work](table)
-    with own_database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "Attempts"), [("1", 5)])
+    update(own_database, "1", Attempts=5)
     column = "ALTER TABLE AsynchronousTasks ADD COLUMN ExpiresAt TIMESTAMP"
     own_database.update_ddl([column, "DROP INDEX AsynchronousTasksToSend"]).result()
     for work in ("status --exact", "list", "tail", "count", "retry", "purge"):

@@ -33,6 +33,7 @@ from publishworker.spanner.change_stream import ChangeStream
 from publishworker.types import LockedRow, Published
 from tests.support.commands import here
 from tests.support.fakes import serialized
+from tests.support.operations import update
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.relays import register
@@ -60,8 +61,7 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     pending, scheduled, loose, done_with = topics = [pubsub.new_topic() for _ in range(4)]
     register(database, loose, 1)
     [sent] = register(database, done_with, 1, ordering_key="a")
-    with database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "SentAt"), [(sent, COMMIT_TIMESTAMP)])
+    update(database, sent, SentAt=COMMIT_TIMESTAMP)
     assert warnings() == []
     register(database, pending, 2, ordering_key="a")
     register(database, scheduled, 1, ordering_key="a", available_at=datetime(2090, 1, 1, tzinfo=UTC))
@@ -156,8 +156,7 @@ def test_an_insert_is_told_and_a_mark_is_not(
 
     def is_told_of_a_mark() -> bool:
         inserted.clear()
-        with streamed.batch() as batch:
-            batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
+        update(streamed, id, SentAt=datetime.now(UTC))
         return inserted.wait(1)
 
     # The emulator ends a partition after half a minute, and then the stream wakes the worker.

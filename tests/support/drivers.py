@@ -14,6 +14,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.rpc.error_details_pb2 import RetryInfo
 
 ORDERS = "CREATE TABLE Orders (OrderId STRING(64) NOT NULL, Cents INT64) PRIMARY KEY (OrderId)"
+ACCOUNTS = "CREATE TABLE Accounts (AccountId STRING(36) NOT NULL, Cents INT64 NOT NULL) PRIMARY KEY (AccountId)"
 
 
 class DbApi:

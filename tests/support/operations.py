@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin.changes import Outcome
 from outbox.admin.table import TaskTable
 from outbox.table.connection import open_database
-from outbox.table.ddl import CANCELLED
+from outbox.table.ddl import CANCELLED, OPERATIONS
 from outbox.table.states import NEVER
 from tests.support.fakes import serialized
 from tests.support.spanner import place, query, record_requests
@@ -83,6 +83,17 @@ def insert_cancelled(database: Database, rows: Iterable[Mapping[str, Any]], at: 
 def update(database: Database, id: str, **columns: Any) -> None:
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", *columns), [(id, *columns.values())])
+
+
+def update_operation(database: Database, id: str, **columns: Any) -> None:
+    with database.batch() as batch:
+        batch.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
+
+
+def control(database: Database, topic: str, **columns: Any) -> None:
+    """Insert the row of a topic that has none."""
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", *columns), [(topic, *columns.values())])
 
 
 def delete(database: Database, *ids: str) -> None:
