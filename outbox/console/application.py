@@ -18,7 +18,7 @@ import logging
 import mimetypes
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from urllib.parse import parse_qsl
 
@@ -215,8 +215,21 @@ class Access:
             return await self._stay(request, route, visit, error)
 
     async def _handled(self, route: Route, visit: Visit) -> Response:
-        async with self._place(route.work):
+        """Wait for a place without a thread, and call the handler. Raises Refused if there is no place."""
+        places, until = self._places[route.work], time.monotonic() + WAIT_SECONDS
+        while not places.acquire(blocking=False):
+            if time.monotonic() > until:
+                raise Refused(
+                    503,
+                    f"The console is busy: {counted(PLACES[route.work], 'page')} of this kind read already",
+                    f"The browser opens a page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
+                    wait=True,
+                )
+            await anyio.sleep(TRY_SECONDS)
+        try:
             return await run_in_threadpool(route.handler, visit)
+        finally:
+            places.release()
 
     async def _stay(self, request: Request, route: Route, visit: Visit, error: Exception) -> Response:
         """Return the page of a refused form, with what was typed. Without such a page, raise the error."""
@@ -230,24 +243,6 @@ class Access:
             raise error from None
         response.status_code = refused.status
         return response
-
-    @contextlib.asynccontextmanager
-    async def _place(self, work: Work) -> AsyncIterator[None]:
-        """Wait for a place without a thread. Raises Refused if there is none."""
-        places, until = self._places[work], time.monotonic() + WAIT_SECONDS
-        while not places.acquire(blocking=False):
-            if time.monotonic() > until:
-                raise Refused(
-                    503,
-                    f"The console is busy: {counted(PLACES[work], 'page')} of this kind read already",
-                    f"The browser opens a page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
-                    wait=True,
-                )
-            await anyio.sleep(TRY_SECONDS)
-        try:
-            yield
-        finally:
-            places.release()
 
     def _check_host(self, request: Request) -> None:
         with contextlib.suppress(ValueError):

@@ -126,13 +126,13 @@ class BacklogSampler:
             self._throttled_log.log(
                 "backlog", "", f"Counting the backlog failed. Its metrics are missing until a count succeeds: {error}"
             )
-            return REPORT_SECONDS
         except Exception:
             log.exception(
                 "Counting the backlog failed with an unexpected error. Please report it.", extra={"action": "backlog"}
             )
-            return REPORT_SECONDS
-        return max(REPORT_SECONDS, COUNT.after(self._clock() - began))
+        else:
+            return max(REPORT_SECONDS, COUNT.after(self._clock() - began))
+        return REPORT_SECONDS
 
     def _run(self) -> None:
         wait = COUNT.first

@@ -123,9 +123,9 @@ def outbox_relay(
     pubsub_emulator: str,  # noqa: ARG001 - it must run
 ) -> Iterator["OutboxRelay"]:
     """A relay of `outbox_database` that runs in the test's own thread when the test calls `drain`."""
-    from publishworker.testing.relay import OutboxRelay, environment  # noqa: PLC0415 - it imports the Google clients
+    from publishworker.testing.relay import OutboxRelay, variables_of  # noqa: PLC0415 - it imports the Google clients
 
-    relay = OutboxRelay(environment(outbox_database))
+    relay = OutboxRelay(variables_of(outbox_database))
     yield relay
     relay.close()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import uuid
 import warnings
@@ -100,7 +101,7 @@ def empty(database: Database) -> None:
             batch.delete(table, KeySet(all_=True))
 
 
-def environment(database: Database) -> dict[str, str]:
+def variables_of(database: Database) -> dict[str, str]:
     """Return the variables with which the commands of this project use a database."""
     _, project, _, instance, _, name = str(database.name).split("/")
     return {"OUTBOX_PROJECT": project, "OUTBOX_INSTANCE": instance, "OUTBOX_DATABASE": name}
@@ -123,7 +124,7 @@ class OutboxRelay:
         self._store = open_store(self._settings)
         self._now: datetime | None = None  # None: the time of the database
         api = self._store.database.spanner_api  # this relay's own
-        api.execute_streaming_sql = self._with_clock(api.execute_streaming_sql)
+        api.execute_streaming_sql = functools.partial(self._execute_at, api.execute_streaming_sql)
         # The client's own channel to an emulator receives at most 4 MB.
         plaintext = channel(SubscriberGrpcTransport, emulator_host(self._settings))
         self._topics = PublisherClient()
@@ -210,15 +211,11 @@ class OutboxRelay:
         finally:
             self._publisher.loses_answers = False
 
-    def _with_clock(self, execute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of the client with the time of `drain` in each statement."""
-
-        def execute_at(*, request: Any, **options: Any) -> Any:
-            if self._now is not None:
-                request.sql = at_now(request.sql, f"TIMESTAMP '{self._now.isoformat()}'")
-            return execute(request=request, **options)
-
-        return execute_at
+    def _execute_at(self, execute: Callable[..., Any], *, request: Any, **options: Any) -> Any:
+        """Call the function of the client with the time of `drain` in its statement."""
+        if self._now is not None:
+            request.sql = at_now(request.sql, f"TIMESTAMP '{self._now.isoformat()}'")
+        return execute(request=request, **options)
 
     def _relay(self) -> Relay:
         """Return a new relay, because the circuits of a used one may be open."""
