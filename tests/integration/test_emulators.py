@@ -69,12 +69,6 @@ def _script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def _answers(host: str) -> bool:
-    name, _, port = host.rpartition(":")
-    with socket.socket() as client:
-        return client.connect_ex((name, int(port))) == 0
-
-
 def _expect_not_reached(match: str) -> None:
     with pytest.raises(NotReached, match=match):
         emulators.running().__enter__()
@@ -92,7 +86,7 @@ def test_only_emulators_without_a_variable_are_started(monkeypatch: pytest.Monke
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", host)
         with emulators.running() as running:
             assert (running.spanner_host, running.pubsub_host, running.children) == (host, host, ())
-        assert _answers(host)
+        assert child_process.answers(host)
 
 
 @pytest.mark.usefixtures("_nothing_installed")
@@ -149,8 +143,8 @@ def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyP
     _script(root / "bin/gcloud", "")
     (tmp_path / "path/gcloud").symlink_to(root / "bin/gcloud")
     with emulators.running() as running:
-        assert _answers(running.spanner_host)
-        assert _answers(running.pubsub_host)
+        assert child_process.answers(running.spanner_host)
+        assert child_process.answers(running.pubsub_host)
     monkeypatch.setenv("CLOUDSDK_ROOT_DIR", str(tmp_path))
     _expect_not_reached("not found")
 
