@@ -23,6 +23,7 @@ from outbox.registration import CANCEL_TAG, COLUMNS, TABLE, Options, Task, check
 from outbox.table import transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
+from outbox.table.transactions import PrimaryKey, Row
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
 __all__ = ["AsyncTransaction", "Transaction", "cancel", "process_once", "register_once", "run_in_transaction"]
@@ -102,13 +103,7 @@ async def process_once(
 
 
 async def _insert_once(
-    transaction: AsyncTransaction,
-    table: str,
-    columns: tuple[str, ...],
-    row: tuple[Any, ...],
-    *,
-    key: transactions.PrimaryKey,
-    tag: str,
+    transaction: AsyncTransaction, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
 ) -> bool:
     inserted, deleted = transactions.changes(transaction)
     keys, options = KeySet(keys=[list(key)]), transactions.request(tag, AsyncRetry)

@@ -278,7 +278,7 @@ def delete(transaction: transactions.SupportsDelete, task_id: str, heads: Iterab
     transactions.changes(transaction).deleted.add(task_id)
 
 
-def task_row(task: Task) -> tuple[Any, ...]:
+def task_row(task: Task) -> transactions.Row:
     """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
     id = _random_id() if task.task_id is None else messages.check_new_task_id(task.task_id)
     topic = messages.check_topic(task.topic)
@@ -311,7 +311,7 @@ def _random_id() -> str:
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-{_VARIANTS[text[16]]}{text[17:20]}-{text[20:]}"
 
 
-def _without_defaults(rows: Sequence[tuple[Any, ...]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+def _without_defaults(rows: Sequence[transactions.Row]) -> tuple[tuple[str, ...], list[transactions.Row]]:
     """Return the columns and the values to insert, without the columns that have only their default.
 
     Each value costs CPU in the client and counts as a mutation.
@@ -321,12 +321,12 @@ def _without_defaults(rows: Sequence[tuple[Any, ...]]) -> tuple[tuple[str, ...],
 
 
 @lru_cache
-def _columns_and_getter(*optional: int) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]:
+def _columns_and_getter(*optional: int) -> tuple[tuple[str, ...], Callable[[transactions.Row], transactions.Row]]:
     values: Any = operator.itemgetter(*[n for n in range(len(COLUMNS)) if n in optional or n not in _OPTIONAL])
     return values(COLUMNS), values
 
 
-def _task_rows(tasks: Collection[Task]) -> list[tuple[Any, ...]]:
+def _task_rows(tasks: Collection[Task]) -> list[transactions.Row]:
     """Return the rows. Raises like `register_many`."""
     if not isinstance(tasks, Collection):
         raise TypeError(
@@ -334,7 +334,7 @@ def _task_rows(tasks: Collection[Task]) -> list[tuple[Any, ...]]:
             "list(tasks). An iterator has no tasks left when the client runs the transaction again after an abort, so "
             "they would be lost"
         )
-    rows: list[tuple[Any, ...]] = []
+    rows: list[transactions.Row] = []
     chosen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         if not isinstance(task, Task):

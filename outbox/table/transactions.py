@@ -91,8 +91,9 @@ def request(tag: str, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str,
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
 
-#: A primary key.
+#: A primary key, and the values of a row in the order of some columns.
 PrimaryKey = tuple[str, ...]
+Row = tuple[Any, ...]
 
 
 class Changes(NamedTuple):
@@ -225,7 +226,7 @@ def check_open(transaction: object, function: str) -> None:
         )
 
 
-def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> None:
+def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], rows: Sequence[Row]) -> None:
     """Add one insert. Raises TypeError if `transaction.insert` returns a coroutine, because nothing is added then."""
     if isinstance(transaction, _CLIENT):
         transaction.insert(table, _converted(columns), rows)  # type: ignore[no-untyped-call]  # the client has no types
@@ -256,13 +257,7 @@ def existing(
 
 
 def insert_once(
-    transaction: SupportsReadInsert,
-    table: str,
-    columns: tuple[str, ...],
-    row: tuple[Any, ...],
-    *,
-    key: PrimaryKey,
-    tag: str,
+    transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
 ) -> bool:
     """Add an insert unless the table or the transaction has the key. Return whether it was added.
 
