@@ -1,7 +1,7 @@
 """Plain data that the steps of a turn pass on: tasks, their outcomes, batches before and after their delivery, turns.
 
-Candidate, LockedRow and Version are NamedTuples, because a relay creates very many of them, and creating a frozen
-dataclass takes four times as long.
+Candidate, ClaimedTask, LockedRow and Version are NamedTuples, because a relay creates very many of them, and creating a
+frozen dataclass takes four times as long.
 """
 
 import math
@@ -168,7 +168,7 @@ class Skipped:
 class Failed:
     """The publish failed, or no request was sent: the task has expired, or its message or topic is invalid.
 
-    `reason` is a name in `pubsub.failures.REASONS`, `error` a text.
+    `reason` is a name in `pubsub.failures.REASONS`, or another gRPC status in lower case, `error` a text.
     """
 
     reason: str
@@ -183,7 +183,7 @@ Answer = Published | Failed
 class NotSent:
     """The values that a commit writes to a row that will have no SentAt.
 
-    It records a failed attempt, releases a deferred task, or takes back the mark of an at-most-once task.
+    It records a failed attempt, releases a deferred task, or undoes the mark of an at-most-once task.
     """
 
     attempts: int
@@ -248,7 +248,7 @@ class Claim:
     #: Tasks whose publish failed in an outage of the topic. They share no request. If one fails again while the circuit
     #: is closed, a failed attempt is recorded.
     suspects: frozenset[str] = frozenset()
-    #: Those of the topic when the batch starts.
+    #: The controls of the topic when the batch starts.
     controls: TopicControls = NO_CONTROLS
 
     @property
@@ -328,26 +328,28 @@ class Delivered:
     """
 
     claim: Claim
-    #: Pub/Sub's answer for each task that was tried, over all runs of the transaction. A task that is expired or cannot
+    #: Pub/Sub's answer for each task that was tried, over all attempts. A task that is expired or cannot
     #: be published has a failure instead, without a request.
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    #: The tasks that the last run skipped. A published task can be here, too, if another worker has sent it after
+    #: The tasks that the last attempt skipped. A published task can be here, too, if another worker has sent it after
     #: an abort.
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
-    #: Failed attempts, which are written, or will be with the marks. Deferrals that are written.
+    #: Failed attempts, which are written, or will be with the marks.
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
+    #: Deferrals that are written.
     deferred: Mapping[str, Deferred] = field(default_factory=dict)
-    #: Published tasks whose rows were deleted before their mark, by a cancel. An ID that was registered again counts.
+    #: Published tasks whose rows were deleted before their mark, by a cancel. An ID that was registered again counts as
+    #: deleted.
     deleted: frozenset[str] = frozenset()
-    #: Tasks whose marks are not written. The batch goes on to write them.
+    #: Tasks whose rows are still to be written. The batch goes on to write them.
     unmarked: frozenset[str] = frozenset()
     #: At-most-once tasks that may be marked as sent without having been published.
     unconfirmed: tuple[str, ...] = ()
     #: Seconds between a task's due time and Pub/Sub's answer.
     latencies: Mapping[str, float] = field(default_factory=dict)
-    #: Seconds of each phase, over all runs.
+    #: Seconds of each phase, over all attempts.
     phases: Mapping[str, float] = field(default_factory=dict)
-    #: Runs of transactions that were aborted after they had decided.
+    #: Attempts that were aborted after they had decided.
     aborted: int = 0
     error: str | None = None
 
@@ -427,7 +429,7 @@ class Turn:
     published: int = 0
     already_sent: int = 0  # claimed too late: another worker had sent them
     failed: int = 0
-    recorded: int = 0  # failed attempts that were written to their rows
+    recorded: int = 0  # failed attempts that are written to their rows, or will be with the marks
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
     cancelled: int = 0  # published, and then deleted before the mark
@@ -442,16 +444,3 @@ class Turn:
         False for STILL_WAITING, although the next turn starts at once then.
         """
         return self.next is Next.AT_ONCE
-
-
-def turn_counts(batches: Sequence[Delivered]) -> Turn:
-    """Return a turn with the counts of tasks of these batches."""
-    return Turn(
-        published=sum(len(each.published()) for each in batches),
-        already_sent=sum(len(each.already_sent()) for each in batches),
-        failed=sum(len(each.failed()) for each in batches),
-        recorded=sum(len(each.recorded) for each in batches),
-        deferred=sum(len(each.deferred) for each in batches),
-        uncommitted=sum(len(each.uncommitted()) for each in batches),
-        cancelled=sum(len(each.cancelled()) for each in batches),
-    )

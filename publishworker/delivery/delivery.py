@@ -59,9 +59,9 @@ class Tools:
 class Delivery:
     """Delivers one batch, on a thread of its own.
 
-    After an abort, the next run of the transaction locks the rows again. It publishes only tasks that have no answer
-    yet, and failed tasks whose rows have changed since. It marks the tasks that any run has published, unless their
-    rows are gone, sent, or hold another message now.
+    After an abort, the next attempt of the transaction locks the rows again. It publishes only tasks that have no
+    answer yet, and failed tasks whose rows have changed since. It marks the tasks that any attempt has published,
+    unless their rows are gone, sent, or hold another message now.
     """
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
@@ -70,8 +70,9 @@ class Delivery:
         self._timing = Timing(tools.host.clock)
         self._policy = tools.policy.for_topic(claim.controls)
         self._results = Results()
-        #: Writes the marks again if the commit fails.
-        self._mark_retry = MarkRetry(claim, tools.marking)
+        #: Writes the marks again after the commit failed.
+        self._mark_retry: MarkRetry | None = None
+        self._is_committed = False
         self._error: str | None = None
 
     # The relay's thread reads these properties while the batch runs on its own. Each is one value that the batch
@@ -79,13 +80,15 @@ class Delivery:
 
     @property
     def unmarked(self) -> frozenset[str]:
-        """Return the tasks whose marks are not written."""
-        return self._mark_retry.unmarked
+        """Return the tasks whose rows are still to be written: marks, failed attempts and deferrals."""
+        if self._mark_retry is not None:
+            return self._mark_retry.unmarked
+        return frozenset(() if self._is_committed else self.claim.ids)
 
     @property
     def needs_place(self) -> bool:
-        """Tell whether other batches must wait for this one: false while Spanner refuses only rows of this batch."""
-        return not self._mark_retry.aside
+        """Tell whether the batch takes a place: false while none of its rows can be written although others can."""
+        return self._mark_retry is None or not self._mark_retry.aside
 
     @property
     def transactions(self) -> int:
@@ -94,13 +97,18 @@ class Delivery:
 
     def give_up(self) -> list[Unmarked]:
         """Mark no more, because the process ends. Return what is not written. Called on the relay's thread."""
-        return self._mark_retry.give_up()
+        return [] if self._mark_retry is None else self._mark_retry.give_up()
+
+    def reports(self) -> Iterator[Delivered | Unmarked | Cancelled]:
+        """Deliver. Yield what became of the tasks, and then what happens while the batch marks again."""
+        yield self.run()
+        yield from self.mark_again()
 
     def run(self) -> Delivered:
         """Claim, publish and mark, in one transaction."""
         try:
             self._transact(self.claim, self._decide)
-            self._mark_retry.set_all_written()  # nothing is left to mark
+            self._is_committed = True
             if self._timing.aborted:  # while there were no locks, other workers may have deferred key heads
                 self._release_first_tasks()
         except StoreError as error:
@@ -115,7 +123,7 @@ class Delivery:
         Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up. At
         the end, yield the tasks that were cancelled meanwhile.
         """
-        if self._mark_retry.has_begun:
+        if self._mark_retry is not None:
             to_mark = self._mark_retry.unmarked
             for report in self._mark_retry.run():
                 to_mark -= set(report.claim.ids if report.given_up else ())
@@ -161,10 +169,11 @@ class Delivery:
                 self._tools.store.record_published(message_ids)
 
     def _release_first_tasks(self) -> None:
-        """Make the first task of each ordering key ready if another worker has deferred it meanwhile.
+        """Make the first task of each ordering key ready if another worker has deferred it.
 
-        Meanwhile: since the batch has lost its locks by an abort or a failed commit. `_transact` itself releases the
-        deferred heads among the rows that it locks. If Spanner does not answer, the keys wait until the deferrals end.
+        This may happen after the batch has lost its locks by an abort or a failed commit. `_transact` itself releases
+        the deferred heads among the rows that it locks. If Spanner does not answer, the keys wait until the deferrals
+        end.
         """
         if keys := self.claim.keys:
             with contextlib.suppress(StoreError):
@@ -175,9 +184,7 @@ class Delivery:
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
         eligible = self._rows_to_send(self.claim, rows, now)
-        to_publish, expired = rules.to_publish(self.claim, eligible, self._results.answers, now)
-        self._results.answers |= expired
-        self._publish(to_publish)
+        self._publish(self._results.unanswered(self.claim, eligible, now))
         return self._row_changes(eligible, now)
 
     def _rows_to_send(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
@@ -191,7 +198,7 @@ class Delivery:
         return eligible
 
     def _publish(self, rows: Sequence[LockedRow]) -> None:
-        """Publish rows that the last transaction has locked."""
+        """Publish locked rows."""
         if rows:
             # OUT-DELAY-1: tasks that failed before, and suspects of the topic, share no request.
             alone = {row.id for row in rows if row.attempts or row.id in self.claim.suspects}
@@ -213,10 +220,10 @@ class Delivery:
         # other error the commit may have succeeded, so drop all.
         releases = [task.id for task in self.claim.releases]
         self._results.forget_unwritten(releases if isinstance(error, Refused) else self.claim.locks)
-        self._mark_retry.begin(self, [self.claim.part(self._results.to_write())])
+        self._mark_retry = MarkRetry(self, [self.claim.part(self._results.to_write())], self._tools.marking)
 
     def _delivered(self) -> Delivered:
-        results, unmarked = self._results, self._mark_retry.unmarked
+        results, unmarked = self._results, self.unmarked
         return Delivered(
             self.claim,
             answers=dict(results.answers),
@@ -233,7 +240,7 @@ class Delivery:
 
 
 class Results:
-    """The answers and decisions of a batch, by task ID, over all runs of its transactions."""
+    """The answers and decisions of a batch, by task ID, over all attempts of its transactions."""
 
     def __init__(self) -> None:
         #: The answer of Pub/Sub, or the reason why no request was sent.
@@ -242,7 +249,7 @@ class Results:
         self._versions: dict[str, Version] = {}
         #: The last decision about each task that gets no SentAt.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
-        #: The published tasks whose rows were missing at the last lock.
+        #: The published tasks whose rows were missing, or registered again, at the last lock.
         self.deleted: set[str] = set()
 
     def begin_attempt(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
@@ -257,6 +264,27 @@ class Results:
             if isinstance(self.answers.get(row.id), Failed) and self._versions.get(row.id) != Version.of(row):
                 del self.answers[row.id]
         self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self.answers}
+
+    def unanswered(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+        """Return the eligible rows to publish now: tasks of the claim without an answer.
+
+        Leave out tasks whose key a failure of an earlier task stops. Record the failures of those that have expired.
+        """
+        stopped: set[str] = set()
+        unanswered: list[LockedRow] = []
+        releases = {task.id for task in claim.releases}
+        for row in rows:
+            answer = self.answers.get(row.id)
+            if row.id in releases:
+                continue
+            if answer is None and row.ordering_key not in stopped:  # OUT-TWICE-2, OUT-ORDER-1
+                if row.is_expired(now):
+                    self.answers[row.id] = rules.expiry_failure(row)
+                else:
+                    unanswered.append(row)
+            elif row.ordering_key is not None and rules.stops_key(answer):
+                stopped.add(row.ordering_key)
+        return unanswered
 
     def record(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
         """Record decisions. A task that is marked as sent needs none, because it has an answer."""
@@ -300,7 +328,7 @@ class Results:
             del self._decided[id]
 
     def _find_deleted(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
-        """Record which published tasks among `ids` are not in the locked rows."""
+        """Record which published tasks among `ids` are deleted: not in the locked rows, or registered again."""
         if published := self.published():
             by_id = {row.id: row for row in rows}
             found = {id for id in ids if id in published and not published[id].is_of_task(by_id.get(id))}
@@ -345,7 +373,7 @@ class Timing:
             self._end(COMMIT if has_decided else CLAIM)
 
     def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
-        """Record the answers for rows that the last transaction has locked."""
+        """Record the answers for locked rows."""
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:
             if isinstance(answers.get(row.id), Published):

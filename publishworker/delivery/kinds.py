@@ -7,7 +7,7 @@ from datetime import datetime
 
 from publishworker.delivery import rules
 from publishworker.delivery.delivery import Delivery, Tools
-from publishworker.delivery.marking import MAX_REFUSED
+from publishworker.delivery.marking import MAX_REFUSED, MarkRetry
 from publishworker.pubsub.failures import is_refused
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import (
@@ -82,10 +82,9 @@ class MarkFirst(Delivery):
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
             nonlocal marked
             eligible = [row for row in self._rows_to_send(part, rows, now) if row.ordering_key not in self._stopped]
-            to_publish, expired = rules.to_publish(part, eligible, self._results.answers, now)
-            self._results.answers |= expired | self._tools.publisher.refusals(part.destination, to_publish)
-            to_publish, _ = rules.to_publish(part, eligible, self._results.answers, now)
-            marked = {row.id: row for row in to_publish}
+            unanswered = self._results.unanswered(part, eligible, now)
+            self._results.answers |= self._tools.publisher.refusals(part.destination, unanswered)
+            marked = {row.id: row for row in self._results.unanswered(part, eligible, now)}
             return self._row_changes(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:
@@ -113,7 +112,8 @@ class MarkFirst(Delivery):
         self._unconfirmed += [id for id in not_sent if id not in to_undo]
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
-        self._mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
+        parts = (self.claim.part(to_undo), *self._held)
+        self._mark_retry = MarkRetry(self, parts, self._tools.marking, self._held)
         self._mark_retry.try_once()
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
@@ -132,12 +132,12 @@ class MarkFirst(Delivery):
         return changes
 
 
-def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
+def _restored(row: LockedRow, answer: Answer | None) -> NotSent:
     """Return the change that restores the row, with a LastError that says what happened.
 
     A deferred row becomes ready.
     """
-    error = rules.last_error(outcome) if isinstance(outcome, Failed) else None
+    error = rules.last_error(answer) if isinstance(answer, Failed) else None
     return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error, row.due_at)
 
 

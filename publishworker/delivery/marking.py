@@ -69,35 +69,25 @@ class SharedMarking:
 class MarkRetry:
     """Writes the marks of one batch again. While other transactions commit, it divides what fails into single rows."""
 
-    def __init__(self, claim: Claim, marking: SharedMarking) -> None:
+    def __init__(
+        self,
+        batch: "Delivery",
+        parts: Sequence[Claim],
+        marking: SharedMarking,
+        failed: Mapping[Claim, StoreError] = MappingProxyType({}),
+    ) -> None:
+        """Write these parts. `failed` has those that Spanner has refused already, with the errors."""
+        self._batch = batch
         self._marking = marking
-        #: The tasks whose marks are not written. The relay's thread reads it.
-        self.unmarked = frozenset(claim.ids)
         #: Whether none of the remaining parts can be written although other rows can. The cause is then in these rows,
         #: so the batch takes no place (see InFlight).
         self.aside = False
-        self.has_begun = False
-        self._parts: Sequence[Claim] = ()
         #: The last error.
         self._error = StoreError()
+        self._since, self._commits = marking.clock(), marking.commits
         #: Parts that cannot be written while others can.
-        self._failed: set[Claim] = set()
-        self._to_report: list[Unmarked] = []
-
-    def set_all_written(self) -> None:
-        """Record that all marks are written."""
-        self._set_parts(())
-
-    def begin(
-        self, batch: "Delivery", parts: Sequence[Claim], failed: Mapping[Claim, StoreError] = MappingProxyType({})
-    ) -> None:
-        """Prepare to write these parts. `failed` has those that Spanner has refused already, with the errors."""
-        self.has_begun = True
-        self._batch = batch  # not in __init__, because the reference cycle would keep each batch in memory
+        self._failed = set(failed if marking.refused <= MAX_REFUSED else ())
         self._set_parts([part for part in parts if part.locks])
-        self._since = self._marking.clock()
-        self._commits = self._marking.commits
-        self._failed = set(failed if self._marking.refused <= MAX_REFUSED else ())
         self._to_report = [each for part, error in failed.items() for each in self._unmarked(part, error)]
 
     def run(self) -> Iterator[Unmarked]:
@@ -164,6 +154,7 @@ class MarkRetry:
 
     def _set_parts(self, parts: Sequence[Claim]) -> None:
         self._parts = parts
+        #: The tasks whose rows are still to be written. The relay's thread reads it.
         self.unmarked = frozenset(id for part in parts for id in part.ids)
 
     def _unmarked(self, part: Claim, error: StoreError, *, given_up: bool = False) -> list[Unmarked]:

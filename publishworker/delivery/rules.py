@@ -7,7 +7,7 @@ The rules for rows keep the order of each ordering key (docs/guide/ordering.md).
 of its unsent tasks up to the first one that must wait. A task must wait if its AvailableAt is in the future and it is
 not deferred, or if it is an at-most-once task, which another batch sends. An expired task never ends the prefix, and a
 dead one does not if the policy skips dead tasks. After a failure, except expiry, this batch publishes no later task of
-the key, even if its transaction runs again.
+the key, even in a later attempt of its transaction.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -65,7 +65,7 @@ class RetryPolicy:
     skip_dead: bool = False
 
     def for_topic(self, controls: TopicControls) -> "RetryPolicy":
-        """Return this policy with the values that the topic has. The first delay of a topic raises a lower max."""
+        """Return this policy with the values of the topic. Its first delay may raise the longest one."""
         initial = controls.backoff_initial_seconds
         own = {
             "initial": initial,
@@ -121,7 +121,7 @@ def skip_reasons(
 ) -> dict[str, Skipped]:
     """Return the skip reason of each task of the claim that this transaction must not publish.
 
-    `published` are the tasks that an earlier run of the transaction has published. They still need their mark, so
+    `published` are the tasks that an earlier attempt of the transaction has published. They still need their mark, so
     they are skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that
     is skipped as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead
     and the policy skips dead tasks.
@@ -166,31 +166,6 @@ def in_key_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     return sorted(rows, key=lambda row: positions[row.id])
 
 
-def to_publish(
-    claim: Claim, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime
-) -> tuple[list[LockedRow], dict[str, Failed]]:
-    """Return the eligible rows to publish now, and the failures of those that have expired.
-
-    They are tasks of the claim without an answer, and no failure of an earlier task stops their key.
-    """
-    stopped: set[str] = set()
-    unanswered: list[LockedRow] = []
-    expired: dict[str, Failed] = {}
-    releases = {task.id for task in claim.releases}
-    for row in rows:
-        answer = answers.get(row.id)
-        if row.id in releases:
-            continue
-        if answer is None and row.ordering_key not in stopped:  # OUT-TWICE-2, OUT-ORDER-1
-            if row.is_expired(now):
-                expired[row.id] = Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
-            else:
-                unanswered.append(row)
-        elif row.ordering_key is not None and stops_key(answer):
-            stopped.add(row.ordering_key)
-    return unanswered, expired
-
-
 def release_changes(
     claim: Claim, rows: Sequence[LockedRow], changes: Mapping[str, RowChange], now: datetime, policy: RetryPolicy
 ) -> dict[str, RowChange]:
@@ -214,8 +189,13 @@ def release_changes(
 
 
 def stops_key(answer: Answer | None) -> bool:
-    """Tell whether this outcome stops the later tasks of its key: true for every failure except expiry."""
+    """Tell whether this answer stops the later tasks of its key: true for every failure except expiry."""
     return isinstance(answer, Failed) and answer.reason != "expired"
+
+
+def expiry_failure(row: LockedRow) -> Failed:
+    """Return the failure of a task whose ExpiresAt has passed."""
+    return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
 
 def _blocks_key(row: LockedRow, now: datetime, policy: RetryPolicy) -> bool:

@@ -177,8 +177,8 @@ class PubSubPublisher:
 
         Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
         after the other. Rows behind a failure are not tried. Rows with IDs in `alone` share no request, so that no
-        other row fails with them. All other requests are sent concurrently. A later request starts only if at least
-        half of the time remains, so a healthy message never times out because it started late.
+        other row fails with them. Requests of different keys, and without a key, are sent concurrently. A later request
+        starts only if at least half of the time remains, so a healthy message never times out because it started late.
         """
         name = topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
@@ -361,7 +361,7 @@ def _end(span: Span, count: int, answers: Mapping[str, Answer]) -> None:
 
 
 def _guarded(work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, or None if it raises: the answers would be lost, and the tasks published twice."""
+    """Return the result of `work`, or None if it raises, because an exception would lose the answers."""
     try:
         return work()
     except Exception as error:

@@ -1,1 +1,1 @@
-"""The relay's side of Spanner: connection, store, SQL, rows, and what exists only for the emulator."""
+"""The relay's side of Spanner: the store, its SQL and errors, the change stream, and the store for the emulator."""

@@ -1,4 +1,4 @@
-"""Everything that exists because of the Spanner emulator. On Spanner none of it runs.
+"""The store for the Spanner emulator. On Spanner none of it runs.
 
 The emulator runs one read-write transaction at a time in a database and aborts the others, sometimes the one that has
 already published. It reads the whole table for each range of an index.

@@ -1,6 +1,7 @@
 """All SQL of the relay, and the conversion of its rows. Values are always parameters.
 
-For each step of a task: `POLLS` and `candidates`, `KEY_HEADS` and `key_heads`, `LOCK` and `locked`, `write_changes`.
+For each step of a task: `POLLS` and `candidates`, `KEY_HEADS` and `key_heads`, `lock`, `write_changes`. The final text
+of each statement is in docs/reference/statements.md.
 
 The poll reads ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
 CreatedAt), and never the table. For each shard and topic the ready tasks are one range and the due tasks another, each
@@ -17,7 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from google.api_core.exceptions import Aborted
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, Mutation
+from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.table.controls import CONTROLS
 from outbox.table.ddl import CHANGE_STREAM
@@ -33,8 +36,10 @@ from outbox.table.shared_sql import (
     WORKERS,
     as_structs,
     by_ids,
+    parameters,
 )
 from outbox.table.states import LEFT_TO_SEND, NEVER_SQL, RANGES, first_due
+from publishworker.spanner.write_errors import SERVICE_ERRORS, NotWritten, describe
 from publishworker.types import (
     MAX_INT64,
     Candidate,
@@ -86,9 +91,9 @@ _TOPICS = f"""
     SELECT Topic FROM {TO_SEND}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
+_REST = ", ".join(map(as_structs, (WORKERS, LAYOUTS, CONTROLS)))
 #: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables, with one
 #: row for each worker, up to two rows for layouts, and one for each topic with controls.
-_REST = ", ".join(map(as_structs, (WORKERS, LAYOUTS, CONTROLS)))
 DISCOVER = f"SELECT ARRAY({_TOPICS}), {_REST}"
 #: The same without workers and layouts, for very many workers.
 DISCOVER_NO_WORKERS = f"SELECT ARRAY({_TOPICS}), {as_structs(CONTROLS)}"
@@ -198,8 +203,21 @@ def key_heads(values: Iterable[Sequence[Any]]) -> dict[TopicKey, list[QueuedTask
     return found
 
 
-def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
-    """Return the rows of the lock query, and the database's time. Without rows, the time has no meaning."""
+def lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> tuple[list[LockedRow], datetime]:
+    """Return the locked rows and the database's time. Without rows, the time has no meaning. Raises NotWritten.
+
+    IDs are sorted so that workers lock in the same order.
+    """
+    values = {"ids": ListValue(values=[Value(string_value=id) for id in sorted(ids)])}  # half of the CPU of a list
+    try:
+        return _locked(list(transaction.execute_sql(LOCK, **parameters(values), **request, lazy_decode=True)))
+    except Aborted:
+        raise
+    except SERVICE_ERRORS as error:
+        raise NotWritten(describe(error)) from error
+
+
+def _locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
     now = None
     rows = []
     for id, topic, data, key, created, times_sent, current, others in values:
@@ -236,7 +254,7 @@ def time_of(value: Any) -> datetime | None:
 
 
 def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mapping[str, RowChange]) -> None:
-    """Buffer the marks of locked rows in the transaction."""
+    """Buffer the changes of locked rows in the transaction."""
     clean: list[tuple[str, int]] = []
     others: list[tuple[Any, ...]] = []
     deferred: list[tuple[Any, ...]] = []

@@ -8,9 +8,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
-from google.api_core.exceptions import Aborted
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
-from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.base.schedules import ABORTED
 from outbox.base.values import json_texts
@@ -22,7 +20,6 @@ from outbox.table.transactions import PESSIMISTIC, transact
 from publishworker.spanner import relay_sql
 from publishworker.spanner.write_errors import (
     SERVICE_ERRORS,
-    NotWritten,
     StoreError,
     describe,
     error_class,
@@ -151,8 +148,9 @@ class SpannerStore:
     def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
         """Return live workers (unless `workers` is False), topic controls and unknown topics.
 
-        The topics have unsent tasks in `shards` and are not `known`. It returns some of them, at least one if there are
-        any. Without `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
+        The topics have unsent tasks in `shards` and are not `known`. The discovery returns some of them, at least one
+        if there are any. Without `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped
+        the index.
         """
         names = sorted(known)
         parameters = {"lows": ["", *(topic + relay_sql.NEXT_NAME_SUFFIX for topic in names)]}
@@ -186,7 +184,7 @@ class SpannerStore:
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order.
 
-        In the transaction of a claim, this read would lock index ranges.
+        It is no part of a claim's transaction, where it would lock index ranges.
         """
         return self._key_heads(relay_sql.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
 
@@ -208,7 +206,7 @@ class SpannerStore:
         """
 
         def work(transaction: Any) -> Any:
-            locked, now = _lock(transaction, ids, self.request("outbox-claim", LOCK_SECONDS))
+            locked, now = relay_sql.lock(transaction, ids, self.request("outbox-claim", LOCK_SECONDS))
             relay_sql.write_changes(transaction, locked, decide(locked, now))
             return transaction
 
@@ -328,26 +326,14 @@ def _record_published(
         transaction.update(OPERATIONS, ("OperationId", "Published"), [(id, json.dumps(first))])
 
 
-def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> tuple[list[LockedRow], datetime]:
-    """Return the locked rows and the database's time. IDs are sorted so that workers lock in the same order."""
-    values = {"ids": ListValue(values=[Value(string_value=id) for id in sorted(ids)])}  # half of the CPU of a list
-    try:
-        found = list(transaction.execute_sql(relay_sql.LOCK, **parameters(values), **request, lazy_decode=True))
-    except Aborted:
-        raise
-    except SERVICE_ERRORS as error:
-        raise NotWritten(describe(error)) from error
-    return relay_sql.locked(found)
-
-
 # Whether any unsent task is left to send, and of which topics. No turn of the relay needs this.
 
 
 def any_to_send(store: SpannerStore, shards: Iterable[int] | None = None, *, misrouted: bool = False) -> bool:
     """Tell whether `shards`, or all, have a pending or retrying task that workers may send. Raises StoreError.
 
-    They hold the tasks of paused topics, and of topics with an invalid route. With `misrouted`, tell whether there is
-    such a task in a topic with an invalid route that is not paused.
+    Workers hold back the tasks of paused topics, and of topics with an invalid route. With `misrouted`, tell whether
+    there is such a task in a topic with an invalid route that is not paused.
     """
     shards = store.layouts[0].ids if shards is None else tuple(shards)
     topics, controls = _unsent_topics(store, shards)

@@ -24,7 +24,6 @@ from publishworker.types import (
     Published,
     Turn,
     Unmarked,
-    turn_counts,
 )
 
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
@@ -38,6 +37,19 @@ _SUMMARY = {
     "uncommitted": ("task", "published without a commit"),
     "cancelled": ("task", "cancelled after the publish"),
 }
+
+
+def turn_counts(batches: Sequence[Delivered]) -> Turn:
+    """Return a turn with the counts of tasks of these batches."""
+    return Turn(
+        published=sum(len(each.published()) for each in batches),
+        already_sent=sum(len(each.already_sent()) for each in batches),
+        failed=sum(len(each.failed()) for each in batches),
+        recorded=sum(len(each.recorded) for each in batches),
+        deferred=sum(len(each.deferred) for each in batches),
+        uncommitted=sum(len(each.uncommitted()) for each in batches),
+        cancelled=sum(len(each.cancelled()) for each in batches),
+    )
 
 
 class Reporter:

@@ -24,7 +24,7 @@ from publishworker.types import Candidate, Claim, Delivered, Failed, Kind
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
 #: must apply an operator's change within 10 s.
 CONTROLS_SECONDS = 8.0
-#: Seconds after which a topic without tasks is forgotten: it is not polled, its open circuit is closed, and a gauge of
+#: Seconds after which a topic without tasks is forgotten: its open circuit is closed, and a gauge of
 #: it that has become 0 is not sent any more. Until then it is sent, because a graph keeps the last value.
 FORGET_TOPIC_SECONDS = 600.0
 
@@ -38,7 +38,7 @@ class CircuitState(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the circuit is open, so that polls skip the topic. Otherwise it is half-open."""
+        """Tell whether the circuit is open. Otherwise it is half-open: its topic is or may be probed."""
         return self.seconds_to_probe > 0
 
 
@@ -122,7 +122,7 @@ class Topics:
         return self._circuits.observe(delivered)
 
     def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
-        """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
+        """Return a claim of the at-most-once tasks that a reported batch has skipped, or None while they must wait."""
         probes = delivered.claim.probe
         return delivered.at_most_once() if probes or self._circuits.is_closed(delivered.claim.topic) else None
 

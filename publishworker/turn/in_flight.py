@@ -14,9 +14,9 @@ from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Cancelled, Claim, Delivered, Kind, TopicKey, Unmarked
 
-#: A worker has two stall detectors: its heartbeat file reveals a loop that hangs, and this limit a batch that hangs.
-#: Nothing has to check the file for that. A batch that has begun no transaction for this many seconds is stuck. A
-#: transaction, and the pause before the next one, take less.
+#: A worker has two stall detectors: the file of its liveness probe reveals a loop that hangs, and this limit a batch
+#: that hangs, without a probe. A batch that has begun no transaction for this many seconds is stuck. A transaction, and
+#: the pause before the next one, take less.
 STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
@@ -57,8 +57,8 @@ class StuckBatch(Exception):
         )
 
 
-#: The selection makes claims of the kinds PUBLISH and DEFER. After a report, the relay makes one of the kind
-#: MARK_FIRST, for the at-most-once tasks that the batch has skipped.
+#: The selection makes claims of the kind PUBLISH, and the ordering those of the kind DEFER. A claim of the kind
+#: MARK_FIRST is for the at-most-once tasks that a batch has skipped.
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
 
 
@@ -84,9 +84,6 @@ class InFlight:
     marks again, it keeps its place. If all commits fail, the worker soon has no free place, and publishes nothing new.
     If none of the remaining rows of a batch can be written although other rows can, the batch is aside and needs no
     place.
-
-    Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
-    session can never run a transaction again (google-cloud-python #18375).
     """
 
     def __init__(self, tools: Tools, limits: Limits, reporter: Reporter) -> None:
@@ -123,9 +120,9 @@ class InFlight:
         return 1 - self.free / self.limits.places
 
     @property
-    def has_room(self) -> bool:
-        """Tell whether another batch may start within the limits of batches and bytes."""
-        return self.free > 0 and self.bytes_in_flight() < MAX_IN_FLIGHT_BYTES
+    def room(self) -> int:
+        """Return the number of tasks that may start now, within the limits of batches and bytes."""
+        return self.free * self.limits.batch_size if self.bytes_in_flight() < MAX_IN_FLIGHT_BYTES else 0
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
@@ -190,7 +187,7 @@ class InFlight:
         self._marking.shut_down()
 
     def wait(self) -> list[Delivered]:
-        """Wait until the batches that were started since the last wait have reported, at most MAX_TURN_WAIT_SECONDS."""
+        """Wait for the batches started since the last wait, and for one report, at most MAX_TURN_WAIT_SECONDS."""
         started, self._started = self._started, []
 
         def enough(reports: Sequence[Delivered]) -> bool:
@@ -236,7 +233,7 @@ class InFlight:
         return reports
 
     def report_in_doubt(self) -> None:
-        """Report what is in doubt if the process ends before the batches do. Callable on any thread."""
+        """Report the tasks in doubt if the process ends before the batches do. Callable on any thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 entry, report = self._reports.get(timeout=0)
@@ -259,9 +256,8 @@ class InFlight:
 
     def _run(self, entry: _Entry) -> None:
         try:
-            self._reports.put((entry, entry.delivery.run()))
-            for unmarked in entry.delivery.mark_again():
-                self._reports.put((entry, unmarked))
+            for report in entry.delivery.reports():
+                self._reports.put((entry, report))
             self._reports.put((entry, None))
         except BaseException as error:
             self._reports.put((entry, error))

@@ -88,9 +88,10 @@ class Membership:
 
     @property
     def reads_workers(self) -> bool:
-        """Tell whether the next discovery reads the heartbeats, each of which every worker reads.
+        """Tell whether the next discovery reads the heartbeats.
 
-        It does so when another worker may time out, so that no shard waits longer if there are many.
+        Every worker reads all of them. If there are very many, it reads them less often, but always when a worker may
+        time out.
         """
         seconds = self.size / HEARTBEAT_ROWS_PER_SECOND
         waits = seconds > 1 and self._clock() - self._assigned_at < seconds

@@ -71,7 +71,7 @@ class Poller:
         self.known.note_candidates(each.topic for each in candidates)
         if part.pairs == request.pairs:  # otherwise the tasks that are due may be in another part
             self.known.may_be_due = any(each.available_at is not None for each in candidates)
-        return Polled(found, seconds=self._host.clock() - began)
+        return Polled(found, seconds=self._host.clock() - began if part.topics else None)
 
     def shards_for(self, number: int) -> tuple[int, ...]:
         """Return the worker's shards, or `number` of them, drawn at random. Later reads cover the others.
@@ -116,8 +116,8 @@ class PollSize:
     Without it, polls would read ten rows for each task if 16 topics have a backlog, and a backlog of a single shard
     would take seven times as long (tests/simulation/test_promises.py).
 
-    `per_range` doubles after a poll that cut ranges off and found fewer tasks than there is room for, because the
-    others were in flight. It halves after a poll that returned more than twice the target.
+    `per_range` doubles after a poll that returned `per_range` rows of a range and found fewer tasks than there is room
+    for, because the others were in flight. It halves after a poll that returned more than twice the target.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -196,8 +196,9 @@ class KnownTopics:
 
 
 class ReadSize:
-    """Limits reads to `limit` ranges. OUT-LOSS-2: otherwise a database that is too slow for a read would send no task.
+    """Limits reads to `limit` ranges, or ordering keys.
 
+    OUT-LOSS-2: otherwise a database that is too slow for a read would send no task.
     After a read times out, the limit is a quarter of its ranges. Each read that succeeds raises it by a tenth.
     """
 
@@ -265,8 +266,8 @@ class Discoverer:
     def discover_if_due(self, *, idle: bool) -> bool:
         """Discover every `seconds`, after a change of the worker's shards, and after an insert if the worker is `idle`.
 
-        If the last discovery failed, refresh first, because a reshard may have dropped an index that it reads. Return
-        whether the next turn must discover again.
+        If the last discovery failed, read the controls first, because a reshard may have dropped an index that it
+        reads. Return whether the next turn must discover again.
         """
         if self._failed:
             self._read_at = float("-inf")

@@ -5,18 +5,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from publishworker.delivery.delivery import Tools
-from publishworker.telemetry.reporter import Reporter
+from publishworker.telemetry.reporter import Reporter, turn_counts
 from publishworker.topics.availability import CircuitState, Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering
 from publishworker.turn.poller import Discoverer, Polled, Poller
 from publishworker.turn.selection import Selector
-from publishworker.types import Claim, Delivered, Next, Turn, turn_counts
+from publishworker.types import Claim, Delivered, Next, Turn
 
 
 class Load(NamedTuple):
-    """The load now: the batches in flight, the number of places that they take, and the part of all places.
+    """The load now: the batches in flight, their places, and the part of all places that they take (0 to 1).
 
     Also the topics that have, or recently had, unsent tasks, and the circuits that are not closed.
     """
@@ -69,7 +69,7 @@ class Relay:
         poll_again |= self._discoverer.discover_if_due(idle=not self._in_flight)
         # Leave out the tasks in flight, even if their batches end during the poll: it may have read them before their
         # marks.
-        polled = self._poller.poll(self._selector.room, self._in_flight.ids(), self._selector.below_priority)
+        polled = self._poller.poll(self._in_flight.room, self._in_flight.ids(), self._selector.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
         batches, should_wait = ((), False) if stopping() else self._selector.select(resolved)
@@ -80,7 +80,7 @@ class Relay:
 
     @property
     def load(self) -> Load:
-        """Return what the relay does now."""
+        """Return the load now."""
         return Load(
             batches=len(self._in_flight),
             places_taken=self._in_flight.places_by_topic().total(),
@@ -98,7 +98,7 @@ class Relay:
         return self._woken.wait(seconds)
 
     def report_in_doubt(self) -> None:
-        """Report what is in doubt if the process ends before the batches do. Callable on any thread."""
+        """Report the tasks in doubt if the process ends before the batches do. Callable on any thread."""
         self._in_flight.report_in_doubt()
 
     def wake(self) -> None:

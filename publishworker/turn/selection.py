@@ -79,17 +79,12 @@ class Selector:
         self._fair_share = FairShare(self._limits.fair_share)
 
     @property
-    def room(self) -> int:
-        """Return the number of tasks that may start now."""
-        return self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
-
-    @property
     def below_priority(self) -> int | None:
         """See FairShare."""
         return self._fair_share.below_priority
 
     def at_most_once_batches(self, delivered: Sequence[Delivered]) -> list[Claim]:
-        """Return batches for the at-most-once tasks that finished batches have skipped.
+        """Return batches for the at-most-once tasks that reported batches have skipped.
 
         Only a claim finds such tasks, because the poll does not read AtMostOnce. Tasks that get no place now are polled
         again.
@@ -98,13 +93,13 @@ class Selector:
         return claims[: self._in_flight.free]
 
     def select(self, resolved: ResolvedKeys) -> tuple[Sequence[Claim], bool]:
-        """Return the batches to start, and whether the turn should wait for a batch to end, as more may then start.
+        """Return the batches to start, and whether the turn should wait for a report, because more may then start.
 
         Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
         deferrals, each poll would return the same blocked tasks.
         """
         in_flight = self._in_flight
-        if not in_flight.has_room:
+        if not in_flight.room:
             return (), True
         deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates)

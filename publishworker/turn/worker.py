@@ -14,7 +14,8 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
 
-#: Seconds of NOT_FOUND after which the worker ends: waiting does not bring a dropped database back.
+#: Seconds without the database or its table after which the worker ends: waiting does not bring a dropped database
+#: back.
 MAX_MISSING_SECONDS = 300.0
 
 

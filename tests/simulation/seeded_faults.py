@@ -142,7 +142,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
     "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
-    "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda _claim, rows, *_: (rows, {})),
+    "a transaction attempt remembers outcomes": (
+        Results, "unanswered", lambda _: lambda _self, _claim, rows, _now: rows
+    ),
     "a later attempt marks what an earlier one published": (Results, "published", always({})),
     "only published tasks are marked": (Delivery, "_row_changes", late_mark),
     "a failed commit is remembered": (Delivery, "_begin_marking", always(None)),

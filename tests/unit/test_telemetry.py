@@ -20,7 +20,7 @@ from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.reporter import Reporter
+from publishworker.telemetry.reporter import Reporter, turn_counts
 from publishworker.topics.availability import CircuitChange, CircuitState
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Load
@@ -37,7 +37,6 @@ from publishworker.types import (
     Skipped,
     Turn,
     Unmarked,
-    turn_counts,
 )
 from tests.support.fakes import Counted, FakeStore
 from tests.support.parts import claim_of
