@@ -14,6 +14,7 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
+from outbox.admin import operator_sql
 from outbox.admin.operator_sql import CANCELLED_INDEX, CANCELLED_SHARDS
 from outbox.admin.table import TaskTable, kept
 from outbox.base.schedules import ABORTED
@@ -112,7 +113,8 @@ class Table(TaskTable):
 
     def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         """Return the decoded rows of the `ids` that exist."""
-        return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
+        statement = operator_sql.rows_by_ids(", ".join(columns))
+        return self.query(statement, tag, {"ids": [*ids]}, seconds=CALL_SECONDS)
 
 
 @lru_cache(maxsize=8)

@@ -125,20 +125,23 @@ def change(
     one. Raises OutboxError if the change is not for these tasks, or if Spanner no longer keeps the versions of the
     selection's `as_of`.
     """
-    id, selection = id or operations.new_id(), _checked(table, name, selection)
-    _record(table, name, selection, author, id=id, selected=selected)
+    id = id or operations.new_id()
+    selection = begin(table, name, selection, author, id=id, selected=selected) or selection
     return _Change(table, name, selection, author).outcomes(Progress(id))
 
 
-def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
-    """Record a change for a `resume`. `selected` is the number of tasks of the preview.
+def begin(
+    table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int
+) -> TaskSelection | None:
+    """Record a change for a `resume`, and return what it is of. `selected` is the number of tasks of the preview.
 
-    Return False, and record nothing, if the operation exists, because a form may be sent twice.
+    The IDs of a restore or a resend are in the order of their keys. Return None, and record nothing, if the operation
+    exists, because a form may be sent twice.
     """
-    return _record(table, name, _checked(table, name, selection), author, id=id, selected=selected)
-
-
-def _record(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
+    check(name, selection)
+    selection = previewed(table, selection)
+    if name in ("restore", "resend"):
+        selection = in_order_of_keys(table, selection, cancelled=name == "restore")
     if name == "resend" and selected > MAX_RESENT:
         raise OutboxError(
             f"{selected:,} tasks are more than {MAX_RESENT:,}. Pass a shorter time, or use `outbox-pipeline replay "
@@ -152,7 +155,7 @@ def _record(table: TaskTable, name: str, selection: TaskSelection, author: Autho
         operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
         return True
 
-    return table.transact(f"outbox-{name}", work)
+    return selection if table.transact(f"outbox-{name}", work) else None
 
 
 def continued(table: TaskTable, id: str) -> Operation:
@@ -201,14 +204,6 @@ def check(name: str, selection: TaskSelection) -> None:
         raise OutboxError("a retry of sent tasks needs `until`")
     if name == "resend" and selection.ids is None and selection.topic is None:
         raise SettingError("a resend needs the IDs or the topic of its tasks")
-
-
-def _checked(table: TaskTable, name: str, selection: TaskSelection) -> TaskSelection:
-    """Return the selection with the IDs of a restore or a resend in the order of their keys."""
-    check(name, selection)
-    selection = previewed(table, selection)
-    is_in_order = name in ("restore", "resend")
-    return in_order_of_keys(table, selection, cancelled=name == "restore") if is_in_order else selection
 
 
 def resend_to(

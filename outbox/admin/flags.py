@@ -94,9 +94,17 @@ LIMIT, RATE = whole_number(1, 100_000), whole_number(1, 1_000_000)
 
 
 def add(parser: argparse._ActionsContainer, name: str, kind: SettingType, text: str, **more: Any) -> None:
-    """Add a flag with a value, or an argument. `text` is its help, `more` are other arguments of `add_argument`."""
+    """Add a flag with a value, or an argument. `more` are other arguments of `add_argument`.
+
+    `text` is its help, with {} for the allowed values.
+    """
     source = name if name.startswith("--") else more["metavar"]
-    parser.add_argument(name, type=argparse_type(source, kind), help=f"{text}.", **more)
+    parser.add_argument(name, type=argparse_type(source, kind), help=f"{text.format(kind.allowed)}.", **more)
+
+
+def switch(parser: argparse._ActionsContainer, name: str, text: str, **more: Any) -> None:
+    """Add a flag without a value. `text` is its help."""
+    parser.add_argument(name, action="store_true", help=f"{text}.", **more)
 
 
 def add_reason(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -112,14 +120,14 @@ def author(options: argparse.Namespace) -> "admin.operations.Author":
 def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str, **more: Any) -> None:
     """Add `--state` with `states`."""
     kind = one_of(*states)
-    add(parser, "--state", kind, f"{text}: {kind.allowed}", metavar="STATE", choices=states, **more)
+    add(parser, "--state", kind, f"{text}: {{}}", metavar="STATE", choices=states, **more)
 
 
 def add_narrowing(parser: argparse.ArgumentParser, *, error: bool = True) -> None:
     """Add the flags that narrow a selection of tasks. Sent tasks have no `error`."""
     add(parser, "--topic", TOPIC, NARROWING["--topic"], metavar="TOPIC")
     for flag in ("--since", "--until"):
-        add(parser, flag, MOMENT, f"{NARROWING[flag]}. Allowed: {MOMENT.allowed}", metavar="TIME")
+        add(parser, flag, MOMENT, NARROWING[flag] + ". Allowed: {}", metavar="TIME")
     if error:
         add(parser, "--error", TEXT, NARROWING["--error"], metavar="TEXT")
 

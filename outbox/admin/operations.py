@@ -169,7 +169,7 @@ def begun(table: TaskTable, id: str) -> tuple[Operation, TaskSelection, Progress
         selection = TaskSelection.recorded(row.selection)
     except OutboxError as error:
         raise OutboxError(f"operation {id} cannot be continued: {error}") from None
-    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), _TAG)
+    [[tasks, position]] = table.query(operator_sql.PROGRESS, _TAG, {"id": id})
     if tasks is None:
         raise OutboxError(f"the row of the operation is malformed: operation {id} has no Tasks. Start a new operation")
     return row, selection, Progress(id, tasks, position)

@@ -61,6 +61,7 @@ _OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
 _OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected,
   SeenAt, StoppedAt, Published"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
+PROGRESS = f"SELECT Tasks, Position FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
 LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"
 #: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).
@@ -187,6 +188,8 @@ def _number(rows: str, names: Collection[str]) -> str:
     return counted(rows, index=_index(names)[0], priority="0", registered="FALSE")
 
 
+#: The states of tasks that are in the order of a time, and in no range of a topic.
+ENDED = ("sent", CANCELLED)
 #: The number of shards of cancelled tasks.
 CANCELLED_SHARDS = 10
 _CANCELLED_BY_ID = "AsynchronousTasksCancelled@{FORCE_INDEX=_BASE_TABLE}"
@@ -194,8 +197,10 @@ CANCELLED_INDEX = "AsynchronousTasksCancelledByTime"
 _CANCELLED_BY_TIME = f"AsynchronousTasksCancelled@{{FORCE_INDEX={CANCELLED_INDEX}}}"
 
 
-def of_cancelled(statement: str) -> str:
-    """Return a statement about sent tasks for cancelled ones. They are in an index of the same form, by CancelledAt."""
+def of_state(state: str, statement: str) -> str:
+    """Return a statement about sent tasks, or about cancelled ones: their index has the same form, by CancelledAt."""
+    if state != CANCELLED:
+        return statement
     for sent, cancelled in (
         (BY_ID, _CANCELLED_BY_ID),
         (TO_SEND, _CANCELLED_BY_TIME),
@@ -211,8 +216,8 @@ def of_cancelled(statement: str) -> str:
 
 def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the ranges that hold the narrowed tasks of a state: what to repeat each one for, and its condition."""
-    narrowing = narrowed(state, names)
-    if state == "sent":
+    narrowing = narrowed("sent" if state in ENDED else state, names)
+    if state in ENDED:
         return [("UNNEST(@shards) AS in_shard", f"Shard = in_shard AND SentAt IS NOT NULL{narrowing}")]
     return [(EACH_TOPIC, f"{OF_TOPIC} AND {range_}{narrowing}") for range_ in _RANGES[state]]
 
@@ -312,10 +317,8 @@ def counts_of_state(state: str, names: Collection[str]) -> list[str]:
 
     With one @now, the counts of several selections add up, however long they take.
     """
-    if state == CANCELLED:
-        return [of_cancelled(each) for each in counts_of_state("sent", names)]
     # Without ORDER BY, because a count needs no order and sorting costs time.
-    return [_number(where, names) for _, where in _ranges_of(state, names)]
+    return [of_state(state, _number(where, names)) for _, where in _ranges_of(state, names)]
 
 
 def blocked_heads(columns: str) -> str:
@@ -334,8 +337,6 @@ ORDER BY number DESC, head_id""")
 
 def grouped(state: str, names: Collection[str]) -> str:
     """Return the statement for the @limit largest groups of tasks at @now by topic and error, with an example of it."""
-    if state == CANCELLED:
-        return of_cancelled(grouped("sent", names))
     groups = "\nUNION ALL".join(
         f"""
   SELECT part.of_task, part.pattern, part.error FROM {places}, UNNEST(ARRAY(
@@ -343,9 +344,12 @@ def grouped(state: str, names: Collection[str]) -> str:
     FROM {_index(names)[0]} WHERE {where})) AS part"""
         for places, where in _ranges_of(state, names)
     )
-    return at_now(f"""
+    return of_state(
+        state,
+        at_now(f"""
 SELECT of_task, MIN(error), COUNT(*) AS number FROM ({groups})
-GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit""")
+GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit"""),
+    )
 
 
 _SEQUENCE = f"COALESCE(Sequence, {NO_SEQUENCE})"
@@ -367,7 +371,7 @@ def next_ids(state: str, names: Collection[str], *, by_key: bool = False) -> str
     A row has Bytes and its place in the `order`, Id last. Each page begins after the place of the last row before it.
     """
     if state == CANCELLED:
-        return of_cancelled(next_ids("sent", names, by_key=True))
+        return of_state(CANCELLED, next_ids("sent", names, by_key=True))
     place, index = order(state, by_key=by_key), _index(names)[0]
     columns = ", ".join(place.values())
     if state == "sent":

@@ -20,8 +20,6 @@ from outbox.table.states import CANCELLED, CONDITIONS, LONG_AGO, NO_SEQUENCE, ST
 
 #: As the state of a selection by `ids`: all unsent states.
 ANY_UNSENT = "unsent"
-#: The states of tasks that are in order of time, and in no range of a topic.
-_ENDED = ("sent", CANCELLED)
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
 #: Task IDs that one query reads.
@@ -77,7 +75,9 @@ class TaskSelection:
     @property
     def names(self) -> frozenset[str]:
         """Return the names of the conditions that narrow the selection."""
-        return frozenset(self.values) | (frozenset() if self.include_expired or self.state in _ENDED else {"unexpired"})
+        return frozenset(self.values) | (
+            frozenset() if self.include_expired or self.state in operator_sql.ENDED else {"unexpired"}
+        )
 
     @property
     def values(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class TaskSelection:
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
         if self.state == CANCELLED:
-            return "TRUE" + operator_sql.of_cancelled(operator_sql.narrowed("sent", self.names))
+            return "TRUE" + operator_sql.of_state(CANCELLED, operator_sql.narrowed("sent", self.names))
         unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({operator_sql.HELD})"
         state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
         return state + operator_sql.narrowed(self.state, self.names)
@@ -161,7 +161,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> backlog
     if selection.ids is not None:
         return backlog.Count(sum(row.matches for row in _rows_of_ids(table, selection, selection.ids)))
     # The ranges of sent and cancelled tasks have no topic.
-    topics = (None,) if selection.state in _ENDED else _topics(table, selection)
+    topics = (None,) if selection.state in operator_sql.ENDED else _topics(table, selection)
     ranges, limit = backlog.ranges_of(_shards(table, selection), topics), backlog.NO_LIMIT if exact else None
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
 
@@ -191,7 +191,7 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Previ
 
 def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
     statement = operator_sql.grouped(_state(selection), selection.names)
-    topics = [] if selection.state in _ENDED else _topics(table, selection)
+    topics = [] if selection.state in operator_sql.ENDED else _topics(table, selection)
     values = selection.values | {"topics": topics, "limit": GROUPS}
     groups = table.query(statement, _COUNT, values, at=selection.as_of, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True).number
@@ -239,7 +239,7 @@ def chunks(
         yield from _chunks_of_ids(table, selection, done, limits)
         return
     layout, column = table.layout, _shard_column(table, selection)
-    topics = [] if selection.state in _ENDED else _topics(table, selection)
+    topics = [] if selection.state in operator_sql.ENDED else _topics(table, selection)
     for shard in _shards(table, selection)[done:]:
         values = selection.values | {"topics": topics, "shard": shard, "limit": PAGE}
         for place, ids in _chunks_of_shard(table, selection, values, after, limits):

@@ -170,13 +170,6 @@ class TaskTable:
         used = parameters({name: given[name] for name in _PARAMETER.findall(statement)})
         return snapshot.execute_sql(self.layout.sql(statement), **used, **_request(self._tag or tag, seconds))
 
-    def read(
-        self, table: str, columns: Sequence[str], keys: Any, tag: str, *, seconds: float = QUERY_SECONDS
-    ) -> list[list[Any]]:
-        """Return the rows of `keys`, read now. Takes no locks."""
-        with self._errors(), self.database.snapshot() as snapshot:
-            return list(snapshot.read(table, columns, keys, **_request(tag, seconds)))
-
     def controls(self, at: datetime | None = None) -> dict[str, TopicControls]:
         """Return the topic controls by topic: all rows."""
         return {topic: TopicControls(*row) for topic, *row in self.query(CONTROLS, "outbox-topics", at=at)}

@@ -1,7 +1,11 @@
 """Read tasks: a list, or one task with its message."""
 
+import codecs
+import contextlib
 import dataclasses
 import json
+import re
+import unicodedata
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +21,7 @@ from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.base.values import chunked
 from outbox.errors import SettingError
 from outbox.message import parsed
+from outbox.program.terminal import escaped
 from outbox.table import ddl
 from outbox.table.states import CANCELLED, LONG_AGO, NEVER, UNSENT
 
@@ -34,6 +39,12 @@ WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
 ERRORS_READ = 1_000
 #: The selection of all tasks of a state.
 ALL = TaskSelection()
+#: Bytes of a message's data that `show` prints. `--raw` writes all.
+SHOWN_BYTES = 64 * 1024
+#: Max levels of JSON that are indented. A text that is nested deeply would get thousands of times as long as it is.
+MAX_LEVELS = 16
+#: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 _RESOLUTION = timedelta(microseconds=1)
 
 
@@ -229,7 +240,9 @@ class _Reader:
         tasks: list[Task] = []
         for window in self._windows(state):
             columns = ", ".join((*_COLUMNS, *(["OperationId"] if state == CANCELLED else [])))
-            statement = _of_state(state, operator_sql.listed_sent(columns, window.names, newest=self.newest))
+            statement = operator_sql.of_state(
+                state, operator_sql.listed_sent(columns, window.names, newest=self.newest)
+            )
             tasks = self._tasks(statement, window.values)
             if len(tasks) >= self.limit:
                 break
@@ -242,7 +255,7 @@ class _Reader:
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            first = [sent_at for (sent_at,) in self.query(_of_state(state, operator_sql.FIRST_SENT), {})]
+            first = [sent_at for (sent_at,) in self.query(operator_sql.of_state(state, operator_sql.FIRST_SENT), {})]
             since = max(since, self.position.time, min(first, default=LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
@@ -256,10 +269,6 @@ class _Reader:
         """Return the rows of a statement."""
         given = {**self.selection.values, **values}
         return self.table.query(statement, "outbox-list", given, at=self.at, seconds=SCAN_SECONDS)
-
-
-def _of_state(state: str, statement: str) -> str:
-    return operator_sql.of_cancelled(statement) if state == CANCELLED else statement
 
 
 def _task(as_of: datetime, row: Sequence[Any]) -> Task:
@@ -336,3 +345,36 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
 def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:
     sequence = columns["Sequence"]
     return _time(columns), columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]
+
+
+def readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
+    """Return the kind of a message's data (JSON, text or hex), and lines that show it to people, escaped."""
+    try:
+        # SHOWN_BYTES may cut the last character.
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
+    except UnicodeDecodeError:
+        text = "\0"
+    if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
+        return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
+    kind, lines = "text", text.expandtabs().splitlines()
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text)
+        kind, lines = "JSON", _indented(text)
+    return kind, [escaped(line) for line in lines]
+
+
+def _indented(text: str) -> list[str]:
+    """Return the lines of a JSON text. Numbers and repeated names stay as written: Python would write 1.10 as 1.1."""
+    lines, depth = [""], 0
+    for match in _TOKENS.finditer(text):
+        written = match[0]
+        is_text = written[0] == '"'
+        token = json.dumps(json.loads(written), ensure_ascii=False) if is_text else "".join(written.split())
+        if token in ("}", "]"):
+            depth -= 1
+            lines.append("  " * min(depth, MAX_LEVELS))
+        lines[-1] += {":": ": "}.get(token, token)
+        depth += token in ("{", "[")
+        if token in ("{", "[", ","):
+            lines.append("  " * min(depth, MAX_LEVELS))
+    return lines

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     title = "print a completion script for bash, zsh or fish"
     completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION, _complete)
     shell = one_of("bash", "zsh", "fish")
-    flags.add(completing, "shell", shell, f"The shell: {shell.allowed}", metavar="SHELL", choices=shell.choices)
+    flags.add(completing, "shell", shell, "The shell: {}", metavar="SHELL", choices=shell.choices)
     return parser
 
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
 from outbox import admin
@@ -89,29 +88,24 @@ def add(commands: Any) -> None:
         parser = flags.command(commands, name, title, description, run)
         flags.add_ids(parser)
         if name == "resend":
-            _add_resend(parser)
+            flags.add(parser, "--ordering-key", flags.KEY, "Only tasks with this ordering key", metavar="KEY")
+            text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
+            flags.add(parser, "--to", flags.TOPIC, text, metavar="TOPIC", required=True)
+            flags.add(parser, "--rate", flags.RATE, "Max tasks per second: {}", metavar="N")
+            flags.switch(parser, "--force", "Also publish to the topic of the tasks")
         else:
             flags.add_state(parser, CHANGED[name], "Only tasks in this state")
         flags.add_narrowing(parser, error=name != "resend")
         if name == "retry":
-            text = "Also send tasks whose ExpiresAt has passed."
-            parser.add_argument("--include-expired", action="store_true", help=text)
-        parser.add_argument("--dry-run", action="store_true", help="Only count the tasks by topic and error.")
-        text = f"Skip the confirmation. The command asks for more than {CONFIRM_ABOVE:,} tasks{ASKS.get(name, '')}."
-        parser.add_argument("--yes", action="store_true", help=text)
-        allowed = f"Allowed: {MOMENT.allowed}, as long as Spanner keeps versions (version_retention_period)"
+            flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
+        flags.switch(parser, "--dry-run", "Only count the tasks by topic and error")
+        text = f"Skip the confirmation. The command asks for more than {CONFIRM_ABOVE:,} tasks{ASKS.get(name, '')}"
+        flags.switch(parser, "--yes", text)
+        allowed = "Allowed: {}, as long as Spanner keeps versions (version_retention_period)"
         preview = "Change only tasks that also matched at this time (default now), such as that of a dry run. "
         flags.add(parser, "--as-of", MOMENT, preview + allowed, metavar="TIME")
-        parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+        flags.switch(parser, "--json", "Print one JSON object")
         flags.add_reason(parser, ", and for the log. Required with --state" if name == "cancel" else "")
-
-
-def _add_resend(parser: argparse.ArgumentParser) -> None:
-    flags.add(parser, "--ordering-key", flags.KEY, "Only tasks with this ordering key", metavar="KEY")
-    text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
-    flags.add(parser, "--to", flags.TOPIC, text, metavar="TOPIC", required=True)
-    flags.add(parser, "--rate", flags.RATE, f"Max tasks per second: {flags.RATE.allowed}", metavar="N")
-    parser.add_argument("--force", action="store_true", help="Also publish to the topic of the tasks.")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -127,25 +121,16 @@ def run(options: argparse.Namespace) -> int:
         return _preview(table, options, selection)
     if count.number:
         _confirm(table, options, selection, count)
-    code = _carry_out(table, options, selection, count.number)
+    if options.command == "cancel":
+        logs.configure()
+    name, id, author = options.command, admin.operations.new_id(), flags.author(options)
+    outcomes = admin.changes.change(table, name, selection, author, id=id, selected=count.number)
+    code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
     if selection.ids is None and options.command in ENDS_MATCH:
         came = admin.selections.count(table, dataclasses.replace(selection, as_of=None), exact=False)
         if came.number:
             note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
     return code
-
-
-def _carry_out(
-    table: "admin.table.TaskTable",
-    options: argparse.Namespace,
-    selection: "admin.selections.TaskSelection",
-    selected: int,
-) -> int:
-    if options.command == "cancel":
-        logs.configure()
-    name, id, author = options.command, admin.operations.new_id(), flags.author(options)
-    outcomes = admin.changes.change(table, name, selection, author, id=id, selected=selected)
-    return execute(table, options, name, outcomes, id, author, total=selected, ids=selection.ids or ())
 
 
 def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
@@ -171,7 +156,10 @@ def _selection(
     if of_cancel and of_cancel.operation == "cancel":
         ids, options.ids = None, []
     ids = ids and flags.full_ids(table, options, ids)
-    at = _preview_time(table, options)
+    now = table.now()
+    at = now if options.as_of is None else resolved(options.as_of, now)
+    if at > now:
+        raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
     selection = admin.changes.bounded(name, flags.selection(options, at, ids), at)
     flags.check_window(selection.since, selection.until)
     if of_cancel and ids is None:
@@ -233,12 +221,3 @@ def _confirm(
         say(*_groups(admin.selections.preview(table, selection, options.command)), stream=sys.stderr)
     if is_of_all or options.command == "cancel" or count.number > CONFIRM_ABOVE:
         confirm(f"{count} will {_effect(options, selection)}.", yes=options.yes)
-
-
-def _preview_time(table: "admin.table.TaskTable", options: argparse.Namespace) -> datetime:
-    """Return the time at which tasks must match to be counted and selected: --as-of, or now. Raises SettingError."""
-    now = table.now()
-    at = resolved(options.as_of, now) if options.as_of is not None else now
-    if at > now:
-        raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
-    return at

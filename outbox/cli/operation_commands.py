@@ -93,18 +93,17 @@ def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run)
     kind = one_of(*OPERATION_NAMES)
-    text = f"Only operations with this name: {kind.allowed}"
+    text = "Only operations with this name: {}"
     flags.add(parser, "--operation", kind, text, metavar="NAME", choices=OPERATION_NAMES)
     flags.add(parser, "--topic", flags.TOPIC, "Only operations whose selection names this topic", metavar="TOPIC")
     text = "Only operations by an account that contains this text, ignoring case"
     flags.add(parser, "--principal", flags.TEXT, text, metavar="TEXT")
-    text = f"Max operations: {flags.LIMIT.allowed} (default 20)"
-    flags.add(parser, "--limit", flags.LIMIT, text, metavar="N", default=20)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
+    flags.add(parser, "--limit", flags.LIMIT, "Max operations: {} (default 20)", metavar="N", default=20)
+    flags.switch(parser, "--json", "Print one JSON object per line instead of a table")
     actions = parser.add_subparsers(metavar="ACTION")
     continuing = flags.command(actions, "continue", "continue a stopped one", CONTINUE_DESCRIPTION, run_continue)
     flags.add(continuing, "id", flags.ID, "The ID of the operation", metavar="ID")
-    continuing.add_argument("--dry-run", action="store_true", help="Only print the operation, and how far it is.")
+    flags.switch(continuing, "--dry-run", "Only print the operation, and how far it is")
     # Without a default, because it would overwrite the flag before the word `continue`.
     continuing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print one JSON object.")
     flags.add_reason(continuing)

@@ -57,26 +57,25 @@ def add(commands: Any) -> None:
     _add_choices(applying, "; if the table exists, omit this flag or pass the table's value")
     resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION, run_reshard)
     choice = resharding.add_mutually_exclusive_group(required=True)
-    text = f"The new number of shards: {SHARDS.allowed}. To continue, run the command again with the same number"
+    text = "The new number of shards: {}. To continue, run the command again with the same number"
     flags.add(choice, "--shards", SHARDS, text, metavar="N")
-    text = "Print the layouts and the next step, and change nothing."
-    choice.add_argument("--status", action="store_true", help=text)
-    choice.add_argument("--abort", action="store_true", help="Return to the former number of shards.")
+    flags.switch(choice, "--status", "Print the layouts and the next step, and change nothing")
+    flags.switch(choice, "--abort", "Return to the former number of shards")
     flags.add_reason(resharding)
     splitting = flags.command(actions, "splits", "print split points for gcloud", SPLITS_DESCRIPTION, run_splits)
     nodes = whole_number(1, 10_000)
-    text = f"Nodes (1,000 processing units each) that the instance will have: {nodes.allowed}"
+    text = "Nodes (1,000 processing units each) that the instance will have: {}"
     flags.add(splitting, "--nodes", nodes, text, metavar="N", required=True)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
     # argparse must not fill in the default: if a flag is not given, `run_apply` lets an existing table differ.
-    text = f"Number of shards: {SHARDS.allowed} (default {ddl.DEFAULT_SHARDS}{otherwise})"
+    text = f"Number of shards: {{}} (default {ddl.DEFAULT_SHARDS}{otherwise})"
     flags.add(parser, "--shards", SHARDS, text, metavar="N", default=argparse.SUPPRESS)
-    text = f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {ddl.DEFAULT_RETENTION}{otherwise})"
+    text = f"Days after which sent tasks are deleted: {{}} (default {ddl.DEFAULT_RETENTION}{otherwise})"
     flags.add(parser, "--retention", RETENTION, text, metavar="DAYS|none", default=argparse.SUPPRESS)
-    text = "Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days."
-    parser.add_argument("--change-stream", action="store_true", help=text)
+    text = "Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days"
+    flags.switch(parser, "--change-stream", text)
 
 
 def _statements(options: argparse.Namespace) -> list[str]:

@@ -58,11 +58,11 @@ _CLEAR = "\x1b[H\x1b[2J"
 def add(commands: Any) -> None:
     """Add the two commands to the subparsers `commands`."""
     parser = flags.command(commands, "status", "unsent tasks by topic and priority", STATUS_DESCRIPTION, run_status)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    parser.add_argument("--watch", action="store_true", help="Update every five seconds, until Ctrl-C.")
-    parser.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
-    text = "Exit code 1 if a task should first have been sent longer ago than this: "
-    flags.add(parser, "--max-age", SECONDS, text + SECONDS.allowed, metavar="S")
+    flags.switch(parser, "--json", "Print one JSON object instead of a table")
+    flags.switch(parser, "--watch", "Update every five seconds, until Ctrl-C")
+    flags.switch(parser, "--exact", "Count all tasks, without a limit")
+    text = "Exit code 1 if a task should first have been sent longer ago than this: {}"
+    flags.add(parser, "--max-age", SECONDS, text, metavar="S")
     text = "Exit code 1 if more than N tasks are pending. --max-age and --max-pending ignore paused topics"
     flags.add(parser, "--max-pending", COUNT, text, metavar="N")
     text = "Exit code 1 if more than N tasks are dead, also in paused topics"
@@ -70,9 +70,9 @@ def add(commands: Any) -> None:
     parser = flags.command(
         commands, "workers", "live workers, their load and settings", WORKERS_DESCRIPTION, run_workers
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    text = "Exit code 1 if a shard has no live worker, or if the settings of live workers differ or are unknown."
-    parser.add_argument("--check", action="store_true", help=text)
+    flags.switch(parser, "--json", "Print one JSON object instead of a table")
+    text = "Exit code 1 if a shard has no live worker, or if the settings of live workers differ or are unknown"
+    flags.switch(parser, "--check", text)
 
 
 def run_status(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from outbox import admin
-from outbox.admin import flags, messages
+from outbox.admin import flags
 from outbox.base.schedules import FOLLOW
 from outbox.base.values import counted, shown, spoken
 from outbox.cli.status_commands import error_table, follow
@@ -62,25 +62,22 @@ def add(commands: Any) -> None:
     flags.add_state(listing, (*STATES, CANCELLED), text, action="append", dest="states", default=[])
     flags.add_narrowing(listing)
     order = listing.add_mutually_exclusive_group()
-    text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone."
-    order.add_argument("--newest", action="store_true", default=None, help=text)
+    text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone"
+    flags.switch(order, "--newest", text, default=None)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
-    text = "Print the unsent tasks with most failed attempts, without a next page."
-    order.add_argument("--attempts", action="store_true", help=text)
+    flags.switch(order, "--attempts", "Print the unsent tasks with most failed attempts, without a next page")
     flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
-    text = f"Max tasks: {flags.LIMIT.allowed} (default 100)"
-    flags.add(listing, "--limit", flags.LIMIT, text, metavar="N", default=100)
-    listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
+    flags.add(listing, "--limit", flags.LIMIT, "Max tasks: {} (default 100)", metavar="N", default=100)
+    flags.switch(listing, "--json", "Print one JSON object per line instead of a table")
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
     flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
-    form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
+    flags.switch(form, "--json", "Print one JSON object. Binary data is in base64")
+    flags.switch(form, "--raw", "Write only the bytes of the message data")
     tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
     flags.add(tailing, "--topic", flags.TOPIC, flags.NARROWING["--topic"], metavar="TOPIC")
-    text = f"Start at this time instead of now. Allowed: {MOMENT.allowed}"
-    flags.add(tailing, "--since", MOMENT, text, metavar="TIME")
-    tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
+    flags.add(tailing, "--since", MOMENT, "Start at this time instead of now. Allowed: {}", metavar="TIME")
+    flags.switch(tailing, "--json", "Print one JSON object per line")
 
 
 def run_list(options: argparse.Namespace) -> None:
@@ -205,12 +202,12 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
 
 
 def _data_lines(data: bytes) -> Iterator[str]:
-    kind, lines = messages.readable(data[: messages.SHOWN_BYTES], whole=len(data) <= messages.SHOWN_BYTES)
+    kind, lines = admin.tasks.readable(data[: admin.tasks.SHOWN_BYTES], whole=len(data) <= admin.tasks.SHOWN_BYTES)
     yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
-    if len(data) > messages.SHOWN_BYTES:
-        yield f"  ... {counted(len(data) - messages.SHOWN_BYTES, 'more byte')}: --raw writes all"
+    if len(data) > admin.tasks.SHOWN_BYTES:
+        yield f"  ... {counted(len(data) - admin.tasks.SHOWN_BYTES, 'more byte')}: --raw writes all"
 
 
 def run_tail(options: argparse.Namespace) -> None:

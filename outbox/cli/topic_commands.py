@@ -84,8 +84,8 @@ def add(commands: Any) -> None:
     pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
     resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
     showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, run_topics)
-    showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
+    flags.switch(showing, "--json", "Print one JSON object instead of a table")
+    flags.switch(showing, "--exact", "Count all tasks, without a limit")
     actions = showing.add_subparsers(metavar="ACTION")
     setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
     unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
@@ -98,25 +98,23 @@ def add(commands: Any) -> None:
     for parser, count in counts:
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind) in VALUES.items():
-        flags.add(setting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=name)
+        flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar="N", dest=name)
     field = one_of(*NAMES)
-    flags.add(
-        unsetting, "fields", field, f"What to remove: {field.allowed}", metavar="FIELD", nargs="+", choices=[*NAMES]
-    )
+    flags.add(unsetting, "fields", field, "What to remove: {}", metavar="FIELD", nargs="+", choices=[*NAMES])
     applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
     for parser in (setting, applying):
-        parser.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether a routed topic exists.")
+        flags.switch(parser, "--force", "Do not ask Pub/Sub whether a routed topic exists")
     for parser in (setting, unsetting, applying):
-        parser.add_argument("--dry-run", action="store_true", help="Only print the difference.")
+        flags.switch(parser, "--dry-run", "Only print the difference")
     for parser in (pausing, resuming, probing, setting, unsetting, forgetting, applying):
         flags.add_reason(parser)
     for parser in (pausing, probing, setting, unsetting, forgetting, applying):
-        parser.add_argument("--yes", action="store_true", help="Skip the confirmation.")
+        flags.switch(parser, "--yes", "Skip the confirmation")
 
 
 def run_pause(options: argparse.Namespace) -> None:
     """Pause topics. Raises SettingError, NotReached, OutboxError."""
-    table = _open_known(options, "Pause")
+    table = _open(options, "Pause")
     _report(admin.topics.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
     paused = {topic_name(topic, table.project) for topic in options.topics}
     for topic, controls in sorted(table.controls().items()):
@@ -133,7 +131,7 @@ def run_resume(options: argparse.Namespace) -> None:
 
 def run_probe(options: argparse.Namespace) -> None:
     """Ask for a probe of topics. Raises SettingError, NotReached, OutboxError."""
-    admin.topics.probe(_open_known(options, "Probe"), options.topics, flags.author(options))
+    admin.topics.probe(_open(options, "Probe"), options.topics, flags.author(options))
     note("workers probe within 10 seconds. `outbox topics` shows the open circuits")
 
 
@@ -142,7 +140,7 @@ def run_set(options: argparse.Namespace) -> None:
     values = {name: value for name in VALUES if (value := vars(options)[name]) is not None}
     if not values:
         raise SettingError(f"no value given. Pass {' or '.join(value.flag for value in VALUES.values())}")
-    _write(_open_known(options, "Set controls of"), options, values)
+    _write(_open(options, "Set controls of"), options, values)
 
 
 def run_unset(options: argparse.Namespace) -> None:
@@ -178,9 +176,8 @@ def run_topics(options: argparse.Namespace) -> None:
     backlog = read_noted(table, exact=options.exact)
     controls, lines = table.controls(), backlog.topics()
     none = admin.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.backlog.COUNTS))
-    topics = [
-        (topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in sorted({*controls, *lines})
-    ]
+    names = sorted({*controls, *lines})
+    topics = [(topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in names]
     if options.json:
         rows = [
             {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
@@ -206,9 +203,13 @@ def run_export(options: argparse.Namespace) -> None:
 
 def run_apply(options: argparse.Namespace) -> None:
     """Write the rows of a file. Raises SettingError, NotReached, OutboxError."""
-    wanted = parsed(_read(options.file))
+    text = flags.read_text(options.file)
+    try:
+        wanted = parsed(json_value(text))
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{options.file!r} cannot be read as JSON: {error}. Nothing was changed") from None
     options.topics = list(wanted)
-    table = _open_known(options, "Apply")
+    table = _open(options, "Apply")
     destinations = [] if options.force else [row.publish_to for row in wanted.values()]
     if unchecked := admin.topics.check_destinations(table, destinations):
         note(unchecked)
@@ -246,47 +247,31 @@ def _print_difference(difference: "admin.topics.Difference") -> int:
     return len(changed)
 
 
-def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
-    """Return the table. If a topic is unknown, ask first; in a dry run, only print a note.
+def _open(options: argparse.Namespace, verb: str = "") -> "admin.table.TaskTable":
+    """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic.
 
-    Raises SettingError, NotReached, OutboxError.
+    With a `verb`, ask first if a topic is unknown; in a dry run, only print a note. Raises SettingError, NotReached,
+    OutboxError.
     """
-    table = _open(options)
-    if not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
-        found = flags.unknown_topics(table, unknown)
-        if vars(options).get("dry_run"):
-            note(found)
-        else:
-            confirm(f"{found}. {verb} {named(map(repr, unknown))} anyway?", yes=False)
-    return table
-
-
-def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
-    """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic."""
     table = flags.open_table(options)
-    others = {_other_name(topic, table.project): topic for topic in options.topics}
+    prefix = f"projects/{table.project}/topics/"
+    # A topic of another project has only one name.
+    others = {
+        each.removeprefix(prefix) if each.startswith("projects/") else prefix + each: each for each in options.topics
+    }
     names = {name: topic for name, topic in others.items() if name not in options.topics}
     for name in sorted(admin.topics.waiting(table, names)):
         note(
             f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
             "its tasks are not affected"
         )
+    if verb and not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
+        found = flags.unknown_topics(table, unknown)
+        if vars(options).get("dry_run"):
+            note(found)
+        else:
+            confirm(f"{found}. {verb} {named(map(repr, unknown))} anyway?", yes=False)
     return table
-
-
-def _other_name(topic: str, project: str) -> str:
-    """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
-    prefix = f"projects/{project}/topics/"
-    return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
-
-
-def _read(file: str) -> Any:
-    """Return the JSON of a file. Raises SettingError."""
-    text = flags.read_text(file)
-    try:
-        return json_value(text)
-    except (ValueError, RecursionError) as error:
-        raise SettingError(f"{file!r} cannot be read as JSON: {error}. Nothing was changed") from None
 
 
 def parsed(value: Any) -> dict[str, TopicControls]:

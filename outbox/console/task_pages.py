@@ -12,10 +12,9 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox import admin, observing
 from outbox.admin.flags import MIN_PREFIX
-from outbox.admin.messages import SHOWN_BYTES, readable
 from outbox.admin.operations import Operation
 from outbox.admin.selections import TaskSelection
-from outbox.admin.tasks import Page, Task
+from outbox.admin.tasks import SHOWN_BYTES, Page, Task, readable
 from outbox.console.operation_pages import ACTIONS, FILTERS, command_of, is_hopeless, selection_of
 from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, render

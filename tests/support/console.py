@@ -136,7 +136,7 @@ class Outage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, begins_with: int = 0) -> None:
         self.away, self.begins_with = threading.Event(), begins_with
         self._numbers = itertools.count(1)
-        for name in ("query", "read", "transact"):
+        for name in ("query", "transact"):
             monkeypatch.setattr(TaskTable, name, self._failing(name, getattr(TaskTable, name)))
 
     def _failing(self, name: str, original: Any) -> Any:
