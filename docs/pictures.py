@@ -43,7 +43,7 @@ from PIL import Image
 import outbox
 from outbox import admin, console
 from outbox.admin.table import TaskTable
-from outbox.console import readings
+from outbox.console import visits
 from outbox.console.roles import EVERYTHING
 from outbox.table import ddl
 from tools import incident
@@ -137,7 +137,7 @@ def take_console() -> None:
     with stage.emulators():
         made = stage.make("shop", ddl.statements(SHARDS), TOPICS)
         # The pages show one moment, however long the pictures take.
-        with incident.played(made, register), mock.patch.object(readings, "FRESH_SECONDS", 3_600.0):
+        with incident.played(made, register), mock.patch.object(visits, "FRESH_SECONDS", 3_600.0):
             with served_console(made) as address:
                 urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
                 take_pages(address, TaskTable(made.database))

@@ -36,9 +36,20 @@ from outbox.admin.table import TaskTable
 from outbox.base.values import counted
 from outbox.console import operation_pages, task_pages, topic
 from outbox.console.command import DOCS_URL, HOSTS, PATH, TEMPLATE, TEXT
-from outbox.console.readings import Running, Shared, read_status
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Identify, Refused, Role, Roles, RolesFile
-from outbox.console.visits import CONTENTS, Console, Redact, Route, Visit, Work, answer, render
+from outbox.console.visits import (
+    CONTENTS,
+    Console,
+    Redact,
+    Route,
+    Running,
+    Shared,
+    Visit,
+    Work,
+    answer,
+    read_status,
+    render,
+)
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_name
 

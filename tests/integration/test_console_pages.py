@@ -17,7 +17,7 @@ from outbox.admin import backlog
 from outbox.admin.operations import Author
 from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.console import application, readings
+from outbox.console import application, visits
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
@@ -100,8 +100,8 @@ def test_a_malformed_row_of_another_table_breaks_no_page(database: Database, mon
             )
         ]
         batch.insert("AsynchronousTaskOperations", columns, rows)
-    monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
-    monkeypatch.setattr(readings.Shared, "forget", mock.Mock())
+    monkeypatch.setattr(visits, "FRESH_SECONDS", 3_600.0)
+    monkeypatch.setattr(visits.Shared, "forget", mock.Mock())
     caller = console(database)
     for path in ("/", "/operations", "/task?id=a", "/task?id=dead", "/task?id=sent", "/tasks/retry?id=dead"):
         answer = caller.get(path)

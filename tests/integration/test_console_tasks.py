@@ -15,7 +15,7 @@ from outbox.admin.operations import Author
 from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
-from outbox.console import readings, task_pages
+from outbox.console import task_pages, visits
 from outbox.console.roles import Role, Roles
 from outbox.table.states import NEVER
 from tests.support.console import SAME, Outage, begun, console, finished, form_of
@@ -148,7 +148,7 @@ def test_the_first_page_offers_to_continue_what_another_console_has_left(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """However many messages people have looked at since then."""
-    monkeypatch.setattr(readings, "OPERATIONS", 2)
+    monkeypatch.setattr(visits, "OPERATIONS", 2)
     changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
     assert "was interrupted" not in console(database).get("/").text
     update_operation(database, ID, SeenAt=PAST)
@@ -163,8 +163,8 @@ def test_an_operation_goes_on_when_spanner_is_back(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """Meanwhile the pages say so, and keep the last figures with their age. No task is changed twice."""
-    monkeypatch.setattr(readings, "OPERATION", Schedule(0.05, 0.05))
-    monkeypatch.setattr(readings, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(visits, "OPERATION", Schedule(0.05, 0.05))
+    monkeypatch.setattr(visits, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(selections, "CHUNK", 1)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(10)])
     jane = console(database)

@@ -26,7 +26,7 @@ from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
 from outbox.base.values import MAX_ID_CHARACTERS
-from outbox.console import readings
+from outbox.console import visits
 from outbox.console.operation_pages import address_of
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.reading import Position, SentTasks
@@ -243,7 +243,7 @@ def test_a_list_has_the_selected_tasks_in_their_order(
     way: Callable[[Commands, TestClient, TaskSelection], list[str] | None],
 ):
     """`since` is inclusive and `until` exclusive, of SentAt for sent tasks. No character of an error is a pattern."""
-    monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
+    monkeypatch.setattr(visits, "FRESH_SECONDS", 3_600.0)
     for state in ("pending", "dead", "sent"):
         columns, time = OF_STATES[state][0], "SentAt" if state == "sent" else "CreatedAt"
         rows = [(f"{state}-{name}", columns | {time: EDGE + delta}) for name, delta in AROUND.items()]

@@ -20,7 +20,7 @@ import outbox
 from outbox.admin import operations, topics
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.console.readings import Shared
+from outbox.console.visits import Shared
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES

@@ -20,9 +20,8 @@ from outbox.admin import operations
 from outbox.admin.table import TaskTable
 from outbox.console import application
 from outbox.console.application import LOOPBACK_HOSTS, Access
-from outbox.console.readings import Running, Shared
 from outbox.console.roles import EVERYTHING, Identify, Role, Roles
-from outbox.console.visits import Console, Route, Visit
+from outbox.console.visits import Console, Route, Running, Shared, Visit
 from outbox.errors import NotReached
 from tests.support.operations import opened
 from tests.support.waiting import eventually

@@ -22,8 +22,7 @@ from outbox.base.values import counted
 from outbox.console import charts
 from outbox.console.application import routes
 from outbox.console.charts import Chart, Frame, by_topic, of_topic, spark, titled
-from outbox.console.readings import FRESH_SECONDS, Reading, Shared, Status
-from outbox.console.visits import _ENVIRONMENT, Visit
+from outbox.console.visits import _ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Status, Visit
 from outbox.errors import NotReached
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
