@@ -303,7 +303,7 @@ class Claim:
         )
         return replace(self, tasks=tuple(tasks), releases=())
 
-    def rows(self) -> "tuple[Claim, ...]":
+    def single_claims(self) -> "tuple[Claim, ...]":
         """Return a claim for each task.
 
         For a single task with `releases`, return its claim without them. For one without, return nothing. The tasks in

@@ -150,14 +150,14 @@ class Delivery:
         """
         changes: Mapping[str, RowChange] = {}
 
-        def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
+        def decide_and_release(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             nonlocal changes
             changes = decide(rows, now)
             if claim.keys:
                 changes = {**changes, **rules.release_changes(claim, rows, changes, now, self._policy)}
             return changes
 
-        committed = self._timing.claim(self._tools.store, claim, locked)
+        committed = self._timing.claim(self._tools.store, claim, decide_and_release)
         if changes:
             self._tools.marking.committed()
         return committed

@@ -52,9 +52,9 @@ class MarkFirst(Delivery):
                 self._send(part)
             except StoreError as error:
                 divides = isinstance(error, Refused) and self._tools.marking.refused < MAX_REFUSED
-                rows = part.rows() if divides else ()
-                parts.extendleft(reversed(rows))
-                if not rows:
+                singles = part.single_claims() if divides else ()
+                parts.extendleft(reversed(singles))
+                if not singles:
                     self._stop(part, error)
         self._undo()
         return replace(self._delivered(), unconfirmed=tuple(self._unconfirmed))

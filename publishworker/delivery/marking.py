@@ -123,12 +123,12 @@ class MarkRetry:
             if (error := self._mark(part)) is not None:
                 is_refused, something_commits = isinstance(error, Refused), self._marking.commits != self._commits
                 goes_on = something_commits or (is_refused and self._marking.refused < MAX_REFUSED)
-                rows = part.rows() if goes_on else ()
+                singles = part.single_claims() if goes_on else ()
                 if is_refused:
-                    untried.extendleft(reversed(rows))
+                    untried.extendleft(reversed(singles))
                 else:
-                    left += rows
-                if not rows:
+                    left += singles
+                if not singles:
                     left.append(part)
                     if goes_on:
                         self._report_once(part, error)

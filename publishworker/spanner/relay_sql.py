@@ -192,14 +192,14 @@ def key_heads(values: Iterable[Sequence[Any]]) -> dict[TopicKey, list[QueuedTask
     found: dict[TopicKey, list[QueuedTask]] = {}
     for topic, key, id, size, is_due, deferred, expired in values:
         due = is_due.bool_value
-        waiting = QueuedTask(
+        task = QueuedTask(
             id.string_value,
             int(size.string_value),
             sendable=due or (deferred.bool_value and not expired.bool_value),
             deferred=deferred.bool_value,
             expired_before_due=expired.bool_value and not due,
         )
-        found.setdefault(TopicKey(topic.string_value, key.string_value), []).append(waiting)
+        found.setdefault(TopicKey(topic.string_value, key.string_value), []).append(task)
     return found
 
 
@@ -264,9 +264,9 @@ def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mappin
                 clean.append((row.id, times_sent(row, sent=True)))
             case Published():
                 others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), *[None] * 5, 0))
-            case NotSent() as failure:
-                times = failure.available_at, failure.due_at, None, failure.expires_at
-                others.append((row.id, None, times_sent(row, sent=False), *times, failure.error, failure.attempts))
+            case NotSent() as change:
+                times = change.available_at, change.due_at, None, change.expires_at
+                others.append((row.id, None, times_sent(row, sent=False), *times, change.error, change.attempts))
             case Deferred() as deferral:
                 deferred.append((row.id, deferral.available_at, first_due(row), deferral.head))
     if clean:
