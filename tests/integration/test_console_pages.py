@@ -40,7 +40,8 @@ HOSTILE = (
 )
 
 
-def test_hostile_rows_are_shown_as_text(database: Database) -> None:
+def test_hostile_rows_are_shown_as_text(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "FRESH_SECONDS", 3_600.0)
     for number, hostile in enumerate(HOSTILE):
         id, place = f"{number} {hostile}", {"Topic": hostile, "OrderingKey": hostile}
         dead = row(id, AvailableAt=NEVER, LastError=f"{hostile}\nsecond line", **place)

@@ -398,4 +398,4 @@ def test_every_statement_on_tasks_is_on_the_page() -> None:
         file for package in ("outbox", "publishworker", "outbox_pipeline") for file in (ROOT / package).rglob("*.py")
     ]
     writers = {file.name for file in files if re.search(r"(FROM|JOIN|UPDATE) AsynchronousTask", file.read_text())}
-    assert writers - {"checks.py"} == {"relay_sql.py", "shared_sql.py", "operator_sql.py"}
+    assert writers - {"verify.py"} == {"relay_sql.py", "shared_sql.py", "operator_sql.py"}
