@@ -161,41 +161,13 @@ def test_a_variable_that_is_missing_is_named(folder: Path) -> None:
         assert (done.returncode, f"{name}: unbound variable" in done.stderr) == (1, True), name
 
 
-@pytest.fixture
-def spark(folder: Path) -> dict[str, str]:
+@pytest.mark.long("only another version of Spark refuses what the tests above pin")
+def test_pips_spark_has_the_executor_that_is_started(folder: Path) -> None:
+    """It accepts these words and connects to its driver; nothing listens there."""
     programs("java")
     (folder / "bin" / "java").unlink()
-    return JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}
-
-
-@pytest.mark.long("only another version of Spark refuses what the tests above pin")
-def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: dict[str, str]) -> None:
-    """PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules."""
-    job = folder / "job" / "__main__.py"
-    job.parent.mkdir()
-    (job.parent / "settings.py").write_text("")
-    job.write_text(
-        "import importlib.util, sys, pyspark\n"
-        "print(sys.argv[1:], importlib.util.find_spec('settings'), pyspark.__version__)\n"
-        "sys.exit(3)\n"
-    )
-    properties = folder / "spark.properties"
-    properties.write_text("spark.master=local[1]\nspark.submit.deployMode=cluster\n")
-    given = ["--properties-file", str(properties), "--class", "org.apache.spark.deploy.PythonRunner", f"local://{job}"]
-    here = {"SPARK_DRIVER_BIND_ADDRESS": "127.0.0.1", "PYTHONSAFEPATH": "1"}
-    done = entry(folder, "driver", *given, "archive", "--window", "1d", **spark, **here)
-    pinned = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("pyspark=="))
-    assert f"['archive', '--window', '1d'] None {pinned.split()[0].removeprefix('pyspark==')}\n" in done.stdout, (
-        done.stderr
-    )
-    assert done.returncode == 3, done.stderr
-
-
-@pytest.mark.long("only another version of Spark refuses what the tests above pin")
-def test_pips_spark_has_the_executor_that_is_started(folder: Path, spark: dict[str, str]) -> None:
-    """It accepts these words and connects to its driver; nothing listens there."""
     options = {"SPARK_JAVA_OPT_0": "-Dspark.rpc.askTimeout=5s", "SPARK_JAVA_OPT_1": "-Dspark.rpc.io.maxRetries=0"}
-    done = entry(folder, "executor", **EXECUTOR, **options, **spark)
+    done = entry(folder, "executor", **EXECUTOR | options | JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent)})
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert "Failed to connect to /127.0.0.1:9" in output, output
@@ -232,54 +204,49 @@ def api() -> Iterator[tuple[str, dict[str, Objects]]]:
         server.shutdown()
 
 
-@pytest.fixture
-def submitted(tmp_path: Path) -> dict[str, Objects]:
-    programs("java")
-    folder = tmp_path
-    (folder / "tini").write_text(TINI)
-    (folder / "tini").chmod(0o755)
-    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "HOME": str(folder), "KUBECONFIG": "/dev/null", "LANG": "C.UTF-8", "TMPDIR": str(folder)}
-    variables |= JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "SPARK_LOCAL_IP": "127.0.0.1"}
-    with api() as (address, created):
-        flags = ["--master", f"k8s://{address}", "--conf", "spark.kubernetes.submission.waitAppCompletion=false"]
-        done = submit("outbox-archive", *flags, variables=variables)
-        assert done.returncode == 0, done.stderr
-    return created
-
-
 def submit(*arguments: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SPARK / "submit.py"), *arguments]
     text = rendered_text(SPARK)
     return subprocess.run(command, input=text, env=variables, capture_output=True, text=True, check=False, timeout=120)
 
 
-def keeps_the_rules(pod: Object) -> None:
-    """Assert that Kubernetes accepts a pod, "restricted" admits it, and its memory and volumes are bounded."""
+@pytest.mark.extended
+def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(tmp_path: Path) -> None:
+    """The template, the arguments for the image's entry point, and only objects that the page names.
+
+    Kubernetes accepts the pod, "restricted" admits it, and its memory and volumes are bounded.
+    """
+    programs("java")
+    (tmp_path / "tini").write_text(TINI)
+    (tmp_path / "tini").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = JAVA | {"PATH": path, "HOME": str(tmp_path), "KUBECONFIG": "/dev/null", "LANG": "C.UTF-8"}
+    variables |= {
+        "TMPDIR": str(tmp_path),
+        "SPARK_HOME": str(Path(pyspark.__file__).parent),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    with api() as (address, created):
+        flags = ["--master", f"k8s://{address}", "--conf", "spark.kubernetes.submission.waitAppCompletion=false"]
+        done = submit("outbox-archive", *flags, variables=variables)
+        assert done.returncode == 0, done.stderr
+    [pod] = created["Pod"]
     validate(pod)
     [found] = pod["spec"]["containers"]
-    assert found["resources"]["requests"]["memory"] == found["resources"]["limits"]["memory"]
     # Spark's own volumes are ConfigMaps; it created no emptyDir, because the template has the one that it needs.
     assert [each["name"] for each in pod["spec"]["volumes"] if "emptyDir" in each] == ["tmp", "spark-local-dir-1"]
     assert {"name": "SPARK_LOCAL_DIRS", "value": "/var/data/spark"} in found["env"]
     assert pod["metadata"]["labels"]["tags.datadoghq.com/version"] == found["image"].partition(":")[2]
     assert pod["spec"]["serviceAccountName"] == "outbox-pipeline"
-
-
-@pytest.mark.extended
-def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: dict[str, Objects]) -> None:
-    """The template, the arguments for the image's entry point, and only objects that the page names."""
-    keeps_the_rules(submitted["Pod"][0])
-    [found] = submitted["Pod"][0]["spec"]["containers"]
-    assert found["args"][0] == "driver"
     file = "local:///opt/pipeline/lib/python3.11/site-packages/outbox_pipeline/__main__.py"
+    assert found["args"][0] == "driver"
     assert found["args"][-6:] == [file, "archive", "--archive", "gs://my-bucket/archive", "--window", "1d"]
     # 2g for Java and 1g for Python.
-    assert found["resources"]["limits"] == {"memory": "3072Mi"}
+    assert found["resources"]["limits"]["memory"] == found["resources"]["requests"]["memory"] == "3072Mi"
     # The submitter needs the right to make these; since Spark 4.2 a NetworkPolicy is among them.
-    assert set(submitted) == {"Pod", "Service", "ConfigMap", "NetworkPolicy"}
+    assert set(created) == {"Pod", "Service", "ConfigMap", "NetworkPolicy"}
     page = (ROOT / "docs/operations/pipeline-deploy.md").read_text(encoding="utf-8")
-    assert [kind for kind in submitted if f"`{kind}`" not in page] == []
+    assert [kind for kind in created if f"`{kind}`" not in page] == []
 
 
 def test_a_job_that_does_not_exist_is_named(tmp_path: Path) -> None:

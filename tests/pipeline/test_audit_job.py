@@ -17,7 +17,6 @@ from google.cloud.spanner_v1.database import Database
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.program.settings import DatabaseSettings
 from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
@@ -31,8 +30,8 @@ from outbox_pipeline.spark.stack_traces import spark_errors
 from publishworker.telemetry import metrics
 from tests.support.avro import SCHEMA, avro_message, write_avro
 from tests.support.fakes import serialized
-from tests.support.operations import insert, insert_cancelled, row
-from tests.support.pipeline import DAY, NEXT_DAY, Case, edit, options, remove, sent, windows_of, write_lines
+from tests.support.operations import insert_cancelled, row
+from tests.support.pipeline import DAY, NEXT_DAY, Case, edit, received, remove, sent, windows_of, write_lines
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 AT = DAY + HOUR  # in the middle of the window
@@ -44,16 +43,6 @@ def audited(case: Case, **given: Any) -> Audited:
     return audit.run(case.spark, AuditSettings.read(case.options(**window | usual | given), {}))
 
 
-def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dict[str, Any]:
-    return {
-        "subscription_name": "projects/p/subscriptions/s",
-        "message_id": f"of {id} at {at}",
-        "publish_time": f"{at:%Y-%m-%d %H:%M:%S.%f} UTC",
-        "data": base64.b64encode(data).decode(),
-        "attributes": json.dumps({TASK_ID_ATTRIBUTE: id}),
-    } | columns
-
-
 def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
     write_lines(folder / "received.jsonl", messages)
 
@@ -62,13 +51,13 @@ def test_tasks_of_table_and_archive_are_compared_with_files(case: Case):
     tasks_here_and_there(case)
     # One sent task has no message, another one has other data, and some messages have no task.
     messages = [
-        *(message(id, AT + 2 * SECOND) for id in ("purged", "again", "cancelled")),
-        message("again", AT + 2 * HOUR - SECOND),
-        message("in the table", AT + 2 * SECOND, b"tada"),
-        message("yesterday", AT - SECOND),
-        message("nobody's", AT),
-        message("foreign", AT, attributes='{"x": "y"}'),
-        message("broken", AT, attributes="{"),
+        *(received(id, AT + 2 * SECOND) for id in ("purged", "again", "cancelled")),
+        received("again", AT + 2 * HOUR - SECOND),
+        received("in the table", AT + 2 * SECOND, b"tada"),
+        received("yesterday", AT - SECOND),
+        received("nobody's", AT),
+        received("foreign", AT) | {"attributes": '{"x": "y"}'},
+        received("broken", AT) | {"attributes": "{"},
     ]
     receive(case.folder, messages)
     given = {"archive": str(case.folder / "archive")}
@@ -143,13 +132,13 @@ def test_the_exit_code_is_1_if_a_task_is_lost(
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(case.target, name))
     client = mock.Mock()
     monkeypatch.setattr(metrics, "_datadog", lambda: client)
-    received = str(case.folder / "received.parquet")
+    file = str(case.folder / "received.parquet")
     columns = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>"
     messages = [("1", AT, {TASK_ID_ATTRIBUTE: "one"}), ("2", AT, {TASK_ID_ATTRIBUTE: "one"})]
-    case.spark.createDataFrame(messages, columns).write.parquet(received)
+    case.spark.createDataFrame(messages, columns).write.parquet(file)
 
     def job(output: str, *more: str) -> int:
-        arguments = ["audit", "--received", received, "--output", f"{case.folder}/{output}", "--json", *more]
+        arguments = ["audit", "--received", file, "--output", f"{case.folder}/{output}", "--json", *more]
         return cli.main(arguments)
 
     assert job("empty") == 1
@@ -160,9 +149,7 @@ def test_the_exit_code_is_1_if_a_task_is_lost(
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["republished"], summary["lost"]) == (1, 1)
     assert "1 task is lost: sent, but not received within --grace" in caplog.text
-    assert (
-        cli.main(["audit", "--received-table", f"parquet.`{received}`", "--output", f"{case.folder}/t", "--json"]) == 1
-    )
+    assert cli.main(["audit", "--received-table", f"parquet.`{file}`", "--output", f"{case.folder}/t", "--json"]) == 1
     of_table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {name for name in summary if of_table[name] != summary[name]} == {"until", "report", "seconds"}
     assert job("young", "--until", "5m") == 2
@@ -172,27 +159,19 @@ def test_the_exit_code_is_1_if_a_task_is_lost(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_inbox_of_a_subscriber_is_compared(
-    target: DatabaseSettings, database: Database, own_database: Database, tmp_path: Path, capsys: Any
-):
+def test_the_inbox_of_a_subscriber_is_compared(case: Case, own_database: Database, capsys: Any):
     """Each task has one case in its name; the records are in a database of the subscriber."""
     tasks = ("applied", "late", "not applied", "not received", "sent twice")
-    insert(database, [row(id, Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND) for id in tasks])
-    insert(database, [row("outside", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT)])
-    insert(database, [row("slow", CreatedAt=DAY - HOUR, SentAt=DAY - HOUR)])
-    insert_cancelled(database, [row("registered again", CreatedAt=AT - HOUR)], AT - HOUR / 2)
-    insert(database, [row("registered again", Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND)])
-    received = [
-        "applied",
-        "late",
-        "not applied",
-        "registered again",
-        "sent twice",
-        "sent twice",
-        "no task",
+    case.insert([row(id, Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND) for id in tasks])
+    case.insert([row("outside", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT)])
+    case.insert([row("slow", CreatedAt=DAY - HOUR, SentAt=DAY - HOUR)])
+    insert_cancelled(case.database, [row("registered again", CreatedAt=AT - HOUR)], AT - HOUR / 2)
+    case.insert([row("registered again", Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND)])
+    ids = (
+        "applied", "late", "not applied", "registered again", "sent twice", "sent twice", "no task",
         "no task, no record",
-    ]
-    receive(tmp_path, [message(id, AT + n * SECOND / 10) for n, id in enumerate(received)])
+    )  # fmt: skip
+    receive(case.folder, [received(id, AT + n * SECOND / 10) for n, id in enumerate(ids)])
     records = {
         "applied": AT + SECOND, "late": AT + HOUR, "sent twice": AT + SECOND, "no task": AT, "no message": AT,
         "outside": AT, "slow": AT, "of an earlier task": DAY, "0badcafe-message-4711": AT,
@@ -202,23 +181,23 @@ def test_the_inbox_of_a_subscriber_is_compared(
         batch.insert("ProcessedTasks", ("Consumer", "TaskId", "ProcessedAt"), [*rows, ("stock", "not applied", AT)])
 
     def job(output: str, **more: str) -> int:
-        flags = options(target, since=shown(DAY), until=shown(NEXT_DAY), received=f"{tmp_path}/received.jsonl")
-        given = {"output": f"{tmp_path}/{output}", "inbox": "billing", "inbox-database": own_database.name, **more}
-        return cli.main(["audit", *(f"--{name}={value}" for name, value in (flags | given).items()), "--json"])
+        given = {"since": DAY, "until": NEXT_DAY, "received": f"{case.folder}/received.jsonl"}
+        given |= {"output": f"{case.folder}/{output}", "inbox": "billing", "inbox-database": own_database.name, **more}
+        return cli.main(["audit", *case.flags(**given), "--json"])
 
     assert job("effects") == 1
-    summary = json.loads((tmp_path / "effects/summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((case.folder / "effects/summary.json").read_text(encoding="utf-8"))
     classes = {name: [each["task_id"] for each in summary["samples"].get(name, [])] for name in EFFECTS}
     assert classes == {
         "applied": [], "not_applied": ["not applied", "registered again"], "applied_late": ["late"],
         "unregistered": ["no message", "no task"],
     }  # fmt: skip
     assert [summary[name] for name in EFFECTS] == [2, 2, 1, 2]
-    assert 'id="not_applied"' in (tmp_path / "effects/report.html").read_text(encoding="utf-8")
+    assert 'id="not_applied"' in (case.folder / "effects/report.html").read_text(encoding="utf-8")
     capsys.readouterr()
     for more, sentence in (
         ({"inbox": "biling"}, "Consumer 'biling' has no record"),
-        ({"inbox-database": target.database}, "Consumer 'billing' has no record"),
+        ({"inbox-database": case.target.database}, "Consumer 'billing' has no record"),
         ({"inbox": ""}, "--inbox-database needs --inbox"),
     ):
         assert job("wrong", **more) in {1, 2}
@@ -241,17 +220,15 @@ def test_an_invalid_audit_is_refused(case: Case):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_an_audit_without_tasks_fails_unless_it_is_allowed(
-    target: DatabaseSettings, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_audit_without_tasks_fails_unless_it_is_allowed(case: Case, capsys: pytest.CaptureFixture[str]):
     """A task that is younger than the grace period is not in the window of an audit without --until."""
-    receive(tmp_path, [])
-    at = open_table(target).now()
-    insert(database, [row("young", CreatedAt=at - 30 * SECOND, SentAt=at - 20 * SECOND)])
+    receive(case.folder, [])
+    at = open_table(case.target).now()
+    case.insert([row("young", CreatedAt=at - 30 * SECOND, SentAt=at - 20 * SECOND)])
 
     def job(output: str, *more: str) -> int:
-        flags = {"received": f"{tmp_path}/received.jsonl", "output": f"{tmp_path}/{output}"}
-        return cli.main(["audit", *(f"--{name}={value}" for name, value in options(target, **flags).items()), *more])
+        flags = case.flags(received=f"{case.folder}/received.jsonl", output=f"{case.folder}/{output}")
+        return cli.main(["audit", *flags, *more])
 
     assert job("fails", "--grace=2m") == 1
     assert capsys.readouterr().out.startswith("Nothing was audited: no task was created before ")
@@ -309,7 +286,7 @@ def test_an_archive_of_another_version_is_audited_and_replayed(case: Case):
     """Its files have a column more or less than the table."""
     files = of_another_version(case, purge=True)
     change(files, *LATER, adds=True)
-    receive(case.folder, [message("received", AT)])
+    receive(case.folder, [received("received", AT)])
     found = audited(case, tasks="archive", archive=str(files), until=DAY + 20 * HOUR)
     assert (found.tasks, found.delivered, found.lost) == (2, 1, 1)
     assert case.replay(archive=str(files), where="true").registered == 2

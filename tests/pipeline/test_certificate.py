@@ -7,56 +7,93 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pyarrow.parquet
 import pytest
-from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
 from outbox.base.values import shown
-from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive_files import commit_name
 from outbox_pipeline.jobs.texts import sha256_of
 from outbox_pipeline.spark.files import Folder
 from publishworker.telemetry import metrics
-from tests.support.certificates import DAYS, HOUR, SECOND, Place, audit, data, payload, prepare, received
-from tests.support.operations import insert, row
-from tests.support.pipeline import remove, write_lines
+from tests.support.certificates import Place, data, new_key, payload
+from tests.support.operations import row
+from tests.support.pipeline import Case, received, remove, write_lines
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.usefixtures("in_process"), pytest.mark.timeout(600)]
 PAGE = (ROOT / "docs/pipeline/certificate.md").read_text(encoding="utf-8")
 PREVIOUS = "certificate-%Y-%m-%d.json"
+#: The certified days, and the day after, whose archive has the last tasks of the second one.
+DAYS = [datetime(2026, 10, 20 + n, tzinfo=UTC) for n in range(4)]
+SECOND, HOUR = timedelta(seconds=1), timedelta(hours=1)
+
+
+def prepare(case: Case, place: Place) -> None:
+    """Insert tasks of two days, the last task sent after midnight, archive them, and write what was received."""
+    tasks, messages = [], list[list[dict[str, Any]]]()
+    for day in DAYS[:2]:
+        ids = [f"{day:%d}-{n}" for n in range(5)]
+        times = [day + n * HOUR for n in range(4)] + [day + timedelta(days=1) - SECOND]
+        tasks += [
+            row(id, Topic="orders" if n % 2 else "bills", Data=data(b"paid", kind="order", amount=str(n)),
+                CreatedAt=at, SentAt=at + 5 * SECOND)
+            for n, (id, at) in enumerate(zip(ids, times, strict=True))
+        ]  # fmt: skip
+        messages.append(
+            [received(id, at + SECOND, b"paid", kind="order", amount=str(n), googclient="x")
+             for n, (id, at) in enumerate(zip(ids, times, strict=True))]
+        )  # fmt: skip
+    case.insert(tasks)
+    for day, of_day in zip(DAYS, messages, strict=False):
+        folder = place.path("received") / f"{day:%Y-%m-%d}"
+        folder.mkdir(parents=True)
+        write_lines(folder / "1.jsonl", of_day[:3])
+        write_lines(folder / "2.jsonl", of_day[3:])
+    case.archive(to=place.path("archive"), since=DAYS[0], until=DAYS[3], late=True)
+    new_key(place.folder)
+
+
+def certify(case: Case, place: Place, day: datetime, output: str, **more: Any) -> int:
+    """Audit a day and certify it. Return the exit code."""
+    flags = {
+        "since": day,
+        "until": day + timedelta(days=1),
+        "archive": str(place.path("archive")),
+        "received": str(place.path("received/%Y-%m-%d/*.jsonl")),
+        "output": str(case.folder / output),
+        "certificate": str(place.path("certificate-%Y-%m-%d.json")),
+        "key-file": str(place.path("key.pem")),
+        **more,
+    }
+    return cli.main(["audit", *case.flags(**flags)])
 
 
 @pytest.fixture
-def place(spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path) -> Place:
-    (tmp_path / "evidence").mkdir()
-    made = Place(tmp_path / "evidence")
-    prepare(spark, target, database, made)
+def place(case: Case) -> Place:
+    (case.folder / "evidence").mkdir()
+    made = Place(case.folder / "evidence")
+    prepare(case, made)
     return made
 
 
-def test_days_are_certified_verified_offline_and_prove_their_tasks(  # noqa: PLR0917 - six fixtures
-    target: DatabaseSettings,
-    place: Place,
-    database: Database,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_days_are_certified_verified_offline_and_prove_their_tasks(
+    case: Case, place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     client = mock.Mock()
     monkeypatch.setattr(metrics, "_datadog", lambda: client)
     first, second = (place.path(f"certificate-{day:%Y-%m-%d}.json") for day in DAYS[:2])
-    assert cli.main(audit(target, place, DAYS[0], "one")) == 0
+    assert certify(case, place, DAYS[0], "one") == 0
     assert capsys.readouterr().out.startswith("COMPLETE: 5 tasks delivered\n")
     assert first.read_text().startswith('{"summary": "COMPLETE: 5 tasks delivered",\n')
-    assert cli.main(audit(target, place, DAYS[1], "two", previous=str(place.path(PREVIOUS)))) == 0
+    assert certify(case, place, DAYS[1], "two", previous=str(place.path(PREVIOUS))) == 0
     runs = [call.kwargs["tags"] for call in client.increment.call_args_list if "run_count" in call.args[0]]
     assert runs == [["job:audit", "result:done"], ["job:certificate", "result:done"]] * 2
     predicate = payload(second)["predicate"]
@@ -71,7 +108,7 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(  # noqa: PLR
     key = str(place.path("key.pub"))
     prove = ["--certificate", str(first), "--public-key", key, "--archive", str(place.path("archive"))]
     assert cli.main(["certificate", "prove", "20-4", *prove]) == 0
-    proof = tmp_path / "proof.json"
+    proof = case.folder / "proof.json"
     proof.write_text(capsys.readouterr().out)
     assert json.loads(proof.read_text())["digest"] == sha256_of(b"paid", {"kind": "order", "amount": "4"})
     assert cli.main(place.verify("--proof", str(proof), files=[first])) == 0
@@ -79,8 +116,8 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(  # noqa: PLR
     assert cli.main(["certificate", "prove", "21-4", *prove]) == 1
     assert "Task '21-4' is not in" in capsys.readouterr().err
     can_be_checked_by_hand(place, first, proof)
-    a_window_must_follow_the_one_before(target, place, first, capsys)
-    has_the_same_digest_again(target, place, database, second, capsys)
+    a_window_must_follow_the_one_before(case, place, first, capsys)
+    has_the_same_digest_again(case, place, second, capsys)
 
 
 def can_be_checked_by_hand(place: Place, certificate: Path, proof: Path) -> None:
@@ -104,30 +141,28 @@ def can_be_checked_by_hand(place: Place, certificate: Path, proof: Path) -> None
     assert subprocess.run(["bash", "-ec", changed], cwd=place.folder, capture_output=True, check=False).returncode == 1
 
 
-def a_window_must_follow_the_one_before(target: DatabaseSettings, place: Place, first: Path, capsys: Any) -> None:
+def a_window_must_follow_the_one_before(case: Case, place: Place, first: Path, capsys: Any) -> None:
     capsys.readouterr()
     for since, sentence in ((DAYS[1] + HOUR, "a gap between"), (DAYS[1] - HOUR, "an overlap between")):
-        assert cli.main(audit(target, place, DAYS[1], "none", since=shown(since), previous=str(first))) == 1
+        assert certify(case, place, DAYS[1], "none", since=since, previous=str(first)) == 1
         assert sentence in capsys.readouterr().err
     damaged = place.folder.parent / "damaged.json"
     damaged.write_text("{}")
-    assert cli.main(audit(target, place, DAYS[1], "none", previous=str(damaged))) == 1
+    assert certify(case, place, DAYS[1], "none", previous=str(damaged)) == 1
     assert "is not a certificate" in capsys.readouterr().err
 
 
-def has_the_same_digest_again(
-    target: DatabaseSettings, place: Place, database: Database, second: Path, capsys: Any
-) -> None:
+def has_the_same_digest_again(case: Case, place: Place, second: Path, capsys: Any) -> None:
     """Although tasks were retried and deleted since. With another setting, it is another certificate."""
     before = second.read_bytes()
-    with database.batch() as batch:
+    with case.database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", "SentAt"), [("21-0", DAYS[3]), ("21-1", None)])
-    database.execute_partitioned_dml("DELETE FROM AsynchronousTasks WHERE Id = '21-2'")
+    case.database.execute_partitioned_dml("DELETE FROM AsynchronousTasks WHERE Id = '21-2'")
     previous = {"previous": str(place.path(PREVIOUS))}
-    assert cli.main(audit(target, place, DAYS[1], "three", **previous)) == 0
+    assert certify(case, place, DAYS[1], "three", **previous) == 0
     assert second.read_bytes() == before
     capsys.readouterr()
-    assert cli.main(audit(target, place, DAYS[1], "four", grace="11m", **previous)) == 1
+    assert certify(case, place, DAYS[1], "four", grace="11m", **previous) == 1
     assert "exists, and is another certificate" in capsys.readouterr().err
 
 
@@ -181,15 +216,15 @@ REFUSED: dict[str, tuple[Callable[[Place], object], dict[str, str], str]] = {
 }
 
 
-def says_losses_in_its_first_line(target: DatabaseSettings, place: Place, database: Database, capsys: Any) -> None:
+def says_losses_in_its_first_line(case: Case, place: Place, capsys: Any) -> None:
     file = place.path("received/2026-10-20/1.jsonl")
     _, one, two = map(json.loads, file.read_text().splitlines())
     other = received("20-2", DAYS[0] + 2 * HOUR + SECOND, b"paid twice", kind="order", amount="2")
     assert two["message_id"] == other["message_id"]
     write_lines(file, [one, other])
     unsent = {"CreatedAt": DAYS[0] + HOUR, "Data": data(b"paid")}
-    insert(database, [row("waits", **unsent), row("dead", AvailableAt=NEVER, LastError="too large", **unsent)])
-    assert cli.main(audit(target, place, DAYS[0], "one")) == 1
+    case.insert([row("waits", **unsent), row("dead", AvailableAt=NEVER, LastError="too large", **unsent)])
+    assert certify(case, place, DAYS[0], "one") == 1
     line = "INCOMPLETE: 1 lost and 1 received with other content and 1 pending and 1 dead of 7 tasks"
     assert capsys.readouterr().out.startswith(f"{line}\n")
     [certificate] = place.files
@@ -200,20 +235,18 @@ def says_losses_in_its_first_line(target: DatabaseSettings, place: Place, databa
     assert capsys.readouterr().out.startswith(line)
 
 
-def test_losses_are_certified_and_incomplete_inputs_are_not(
-    target: DatabaseSettings, place: Place, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_losses_are_certified_and_incomplete_inputs_are_not(case: Case, place: Place, capsys: Any):
     for number, (name, (change, flags, sentence)) in enumerate(REFUSED.items()):
-        (tmp_path / str(number)).mkdir()
-        copy = place.copy(tmp_path / str(number))
+        (case.folder / str(number)).mkdir()
+        copy = place.copy(case.folder / str(number))
         change(copy)
         given = {key: f"{text}T00:00:00Z" if key in {"since", "until"} else text for key, text in flags.items()}
-        code = cli.main(audit(target, copy, DAYS[0], f"out-{number}", **given))
+        code = certify(case, copy, DAYS[0], f"out-{number}", **given)
         error = capsys.readouterr().err
         assert code in {1, 2}, name
         assert re.search(sentence, error), (name, error)
         assert copy.files == [], name
-    says_losses_in_its_first_line(target, place, database, capsys)
-    insert(database, [row("late", Data=data(b"paid"), CreatedAt=DAYS[0] + HOUR, SentAt=DAYS[0] + 2 * HOUR)])
-    assert cli.main(audit(target, place, DAYS[0], "lacks")) == 1
+    says_losses_in_its_first_line(case, place, capsys)
+    case.insert([row("late", Data=data(b"paid"), CreatedAt=DAYS[0] + HOUR, SentAt=DAYS[0] + 2 * HOUR)])
+    assert certify(case, place, DAYS[0], "lacks") == 1
     assert "archive lacks 1 task of the window, sent or cancelled before" in capsys.readouterr().err

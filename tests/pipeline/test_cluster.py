@@ -24,10 +24,9 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from tests.support import spanner
-from tests.support.certificates import received
 from tests.support.cluster import Cluster
 from tests.support.operations import COLUMNS, insert, limit, row, rows_of, update
-from tests.support.pipeline import DAY, NEXT_DAY, keyed_rows, purges, sent, windows_of, write_lines
+from tests.support.pipeline import DAY, NEXT_DAY, keyed_rows, purges, received, sent, windows_of, write_lines
 from tests.support.processes import Process, kill_family
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription

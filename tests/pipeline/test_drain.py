@@ -1,10 +1,10 @@
 """The job `drain` as a command: alone, next to live workers, and with killed executors."""
 
+import base64
 import contextlib
 import json
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +31,9 @@ from outbox_pipeline.jobs.drain import DrainSummary
 from publishworker import process
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
-from publishworker.spanner.write_errors import StoreError, TimedOut
+from publishworker.spanner.write_errors import TimedOut
 from tests.support.operations import FUTURE, insert, limit, pause, row
-from tests.support.pipeline import Case, options, write_received
+from tests.support.pipeline import Case, options, write_lines
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
@@ -58,26 +58,11 @@ def settings_of(target: DatabaseSettings, **given: str) -> RelaySettings:
 
 @contextlib.contextmanager
 def living(settings: RelaySettings, id: str) -> Iterator[None]:
-    """Write the heartbeat row of a worker that does nothing else, and delete the row at the end."""
-    store, ended = open_store(settings), threading.Event()
-
-    def beat() -> None:
-        store.heartbeat(id, datetime.now(UTC), ())
-
-    def go_on() -> None:
-        while not ended.wait(1):
-            with contextlib.suppress(StoreError):
-                beat()
-
-    beat()
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        store.delete_heartbeat(id)
+    """Be a live worker that does nothing else."""
+    store = open_store(settings)
+    store.heartbeat(id, datetime.now(UTC), (), liveness_timeout=600)
+    yield
+    store.delete_heartbeat(id)
 
 
 @pytest.fixture
@@ -203,7 +188,12 @@ def pythons_of_spark() -> list[int]:
 
 
 def audit_settings(target: DatabaseSettings, folder: Path, received: list[PubsubMessage]) -> AuditSettings:
-    file = write_received(folder / "received.jsonl", received)
+    messages = (
+        {"message_id": each.message_id, "publish_time": each.publish_time.isoformat()}
+        | {"attributes": json.dumps(dict(each.attributes)), "data": base64.b64encode(each.data).decode()}
+        for each in received
+    )
+    file = write_lines(folder / "received.jsonl", messages)
     given = options(target, until="1s", grace="1", received=str(file), output=str(folder / "audit"))
     return AuditSettings.read(given, {})
 

@@ -149,10 +149,6 @@ class Audit:
         if paused:
             self._paused_at[topic] = self.clockwork.now
 
-    def set_limit(self, topic: str, rate: float | None, burst: int | None) -> None:
-        """An operator has set or removed the rate limit of a topic."""
-        self.rates.set(self.clockwork.now, topic, rate, burst)
-
     def set_route(self, topic: str, to: str | None) -> None:
         """An operator has routed a topic, or ended its route. None: the route is invalid."""
         self._routed[topic] = self.clockwork.now, to

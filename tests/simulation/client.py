@@ -82,7 +82,7 @@ class Work:
         self.published: dict[str, str | None] = {}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[Any]:
-        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.lock))
+        self._spanner.wait(self._spanner.latencies.lock)
         return self._rows(statement, parameters)
 
     def execute_sql(self, sql: str, params: Mapping[str, Any], **_more: Any) -> list[Any]:
@@ -168,8 +168,8 @@ class Work:
 
     def commit(self, audit: Audit, began: float) -> None:
         """Apply the mutations of an operation that `began` then. Raises Aborted, OutboxError."""
-        spanner, clockwork = self._spanner, self._spanner.clockwork
-        clockwork.sleep(spanner.drawn(spanner.latencies.commit))
+        spanner = self._spanner
+        spanner.wait(spanner.latencies.commit)
         spanner.serve("change", len(self.mutations), urgent=False)
         changed = {row["Id"]: kind for kind, table, row in self.mutations if table == TABLE}
         self._lock(changed)
@@ -264,7 +264,7 @@ def transact(
         except Aborted:
             if clockwork.now >= began + ABORTED_SECONDS:
                 raise
-            clockwork.sleep(spanner.drawn(ABORTED.first))
+            spanner.wait(ABORTED.first)
         else:
             return result
         finally:
@@ -311,7 +311,7 @@ class Commands(TaskTable):
         self, statement: str, tag: str, parameters: Mapping[str, Any] | None = None, **_more: Any
     ) -> list[list[Any]]:
         """Return a page of the IDs that matched at the preview."""
-        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
+        self._spanner.wait(self._spanner.latencies.read)
         values: Mapping[str, Any] = parameters or {}
         assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
             statement
@@ -324,7 +324,7 @@ class Commands(TaskTable):
 
     def rows(self, columns: Sequence[str], keys: Any, *_more: Any, **_options: Any) -> Iterator[list[Any]]:
         """Yield the unsent tasks as of when the replay began."""
-        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
+        self._spanner.wait(self._spanner.latencies.read)
         assert [*columns] == ["Id", "SentAt"]
         found = ([id, ""] for [id] in keys.keys if id in self._unsent)
         return ([SimpleNamespace(string_value=value) for value in row] for row in found)

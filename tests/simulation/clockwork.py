@@ -34,7 +34,7 @@ class Clockwork:
     def spawn(self, process: "Process", run: Callable[[], Any]) -> "Fiber":
         self._processes[process] = None
         fiber = Fiber(self, process, run)
-        self.after(0.0, fiber.resume_first)
+        self.after(0.0, lambda: fiber.resume(0, None))
         return fiber
 
     def run(self, until: float, ends: Callable[[], bool] = lambda: False) -> bool:
@@ -116,9 +116,6 @@ class Fiber(greenlet.greenlet):
             self._clockwork.failure = error
         self.ended = True
         self.process.fibers.pop(self, None)
-
-    def resume_first(self) -> None:
-        self.resume(0, None)
 
     def resume(self, number: int, value: Any) -> None:
         """Continue, unless the process is dead or the fiber has been woken from this wait before."""

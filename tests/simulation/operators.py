@@ -239,7 +239,7 @@ class Operators:
 
     def _limit(self, topic: str, rate_per_second: float | None, burst: int | None, **more: Any) -> None:
         self.table.control(topic, rate_per_second=rate_per_second, burst=burst, **more)
-        self.audit.set_limit(topic, rate_per_second, burst)
+        self.audit.rates.set(self.clockwork.now, topic, rate_per_second, burst)
 
     def control(self, random: Random) -> None:
         """Set or remove a limit or a retry policy of a topic, or its route."""
@@ -266,7 +266,7 @@ class Sent(Commands):
     ) -> tuple[list[list[Any]], datetime]:
         """Return the first sent tasks after a position, and the time of the read."""
         assert statement == operator_sql.sent_after([name for name in ("topic",) if name in parameters])
-        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
+        self._spanner.wait(self._spanner.latencies.read)
         topic, after, table = parameters.get("topic"), parameters["after"], self._spanner.table
         found = sorted(
             (row.sent_at, row.id)
@@ -281,7 +281,7 @@ class Sent(Commands):
     def query(self, statement: str, *arguments: Any, **_more: Any) -> list[list[Any]]:
         """Return the messages of tasks as of the last page."""
         assert statement == by_ids("Id, Data")
-        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
+        self._spanner.wait(self._spanner.latencies.read)
         return [[id, b64encode(self._data[id])] for id in arguments[1]["ids"]]
 
 

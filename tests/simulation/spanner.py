@@ -62,10 +62,8 @@ class Latencies:
     sigma: float = 0.35
 
     def times(self, factor: float) -> "Latencies":
-        return Latencies(
-            self.read * factor, self.lock * factor, self.commit * factor, self.participant * factor,
-            self.publish * factor, self.sigma,
-        )  # fmt: skip
+        names = ("read", "lock", "commit", "participant", "publish")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
 DEFAULT_LATENCIES = Latencies()
@@ -172,6 +170,10 @@ class Spanner:
     def drawn(self, median: float) -> float:
         """Return a latency of this median."""
         return median * exp(self.clockwork.random.gauss(0, self.latencies.sigma))
+
+    def wait(self, median: float) -> None:
+        """Let the running fiber wait for a latency of this median."""
+        self.clockwork.sleep(self.drawn(median))
 
     def age(self) -> tuple[float, int]:
         return self.clockwork.now, next(self._ages)
@@ -360,7 +362,7 @@ class Connection:
                 self._work(ABORTED_REQUESTS * self._cpu.request)
                 if clockwork.now >= end:
                     raise NotWritten(f"ABORTED: {error}") from error
-                clockwork.sleep(spanner.drawn(product.ABORTED.first))
+                spanner.wait(product.ABORTED.first)
             finally:
                 self._roll_back(transaction)
 

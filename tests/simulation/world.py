@@ -166,7 +166,7 @@ class World:
         """One transaction of an application: one to four tasks, sometimes rolled back."""
         tasks = [self._drawn(random) for _ in range(random.choice([1, 1, 2, 4]))]
         priority = random.choice([50, 50, 50, 0, 100])
-        self.clockwork.sleep(self.spanner.drawn(self.plan.latencies.commit))
+        self.spanner.wait(self.plan.latencies.commit)
         try:
             self.spanner.serve("insert", len(tasks), urgent=True)
         except Aborted:

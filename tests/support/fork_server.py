@@ -18,7 +18,6 @@ import importlib
 import json
 import os
 import pkgutil
-import random
 import runpy
 import select
 import shutil
@@ -148,47 +147,53 @@ def _address(kind: str) -> str:
     return address
 
 
-def _serve(address: str, ready: int) -> socket.socket | None:
-    """Fork a keeper for each connection until this test run ends; return the connection in the keeper."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+def _serve(address: str, ready: int) -> tuple[list[int], list[Any]] | None:
+    """Fork a process for each request until this test run ends; return the request in the process.
+
+    The answers are the ID of the process, and later its exit code. It is killed if nobody listens any more.
+    """
+    server, running = os.getpid(), dict[int, tuple[int, socket.socket]]()  # by the file of the process
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{address}")
         listener.listen(64)
         os.write(ready, b"ready")
         os.close(ready)
-        server = os.getpid()
-        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                _end_with(server)
-                return connection
-            connection.close()
-    return None
+        while True:
+            connections = [connection for _, connection in running.values() if connection.fileno() >= 0]
+            found = select.select([listener, sys.stdin, *running, *connections], [], [])[0]
+            if sys.stdin in found:
+                return None
+            for file, (pid, connection) in [*running.items()]:
+                if file in found:
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    _tell(connection, code)
+                    connection.close()
+                    os.close(file)
+                    del running[file]
+                elif connection in found:
+                    os.kill(pid, signal.SIGKILL)
+                    connection.close()
+            if listener in found:
+                connection, _ = listener.accept()
+                text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, _MAX_FILES)
+                if (pid := os.fork()) == 0:
+                    _end_with(server, *running, *(each.detach() for each in (connection, *connections)))
+                    return streams, json.loads(text)
+                running[os.pidfd_open(pid)] = pid, connection
+                for stream in streams:
+                    os.close(stream)
+                _tell(connection, pid)
 
 
-def _keep(connection: socket.socket) -> None:
-    """Fork the process that is asked for, report its ID and later its exit code; kill it if nobody listens any more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, _MAX_FILES)
-    keeper, pid = os.getpid(), os.fork()
-    if pid == 0:
-        connection.close()
-        _end_with(keeper)
-        _run(streams, json.loads(text))
-        return
-    for stream in streams:
-        os.close(stream)
+def _tell(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # the test has ended
-        connection.send(str(pid).encode())
-        if connection.fileno() in select.select([connection.fileno(), os.pidfd_open(pid)], [], [])[0]:
-            os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(OSError):
-        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-    os._exit(0)
+        connection.send(str(number).encode())
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, *files: int) -> None:
+    """Let this new process end with its parent, and not keep these files open."""
+    for each in files:
+        os.close(each)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -211,10 +216,12 @@ def _run(received: Sequence[int], request: list[Any]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     time.tzset()
-    random.seed()
     sys.argv = [module, *arguments]
     sys.path[:0] = [directory, *(each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each)]
-    _measure()
+    if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
+        import coverage
+
+        coverage.process_startup(force=True)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -227,17 +234,10 @@ def _preload(packages: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _measure() -> None:
-    if "COVERAGE_PROCESS_CONFIG" in os.environ or "COVERAGE_PROCESS_START" in os.environ:
-        import coverage
-
-        coverage.process_startup(force=True)
-
-
 def _main(kind: str, address: str, ready: str) -> None:
     _preload(PRELOADED[kind])
-    if connection := _serve(address, int(ready)):
-        _keep(connection)
+    if request := _serve(address, int(ready)):
+        _run(*request)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pyspark.sql.types import StructType
 
 from outbox.admin.table import Transaction
 from outbox.base.values import shown
+from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings, ReplaySettings
@@ -83,6 +84,10 @@ class Case:
         times = {name: shown(value) for name, value in given.items() if isinstance(value, datetime)}
         return options(self.target, **given | times)
 
+    def flags(self, **given: Any) -> list[str]:
+        """Return the flags of a job, of those options that have a value."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.options(**given).items() if value]
+
     def archive(self, *, to: Path | None = None, late: bool = False, purge: bool = False, **given: Any) -> Archived:
         """Archive the windows until the end of DAY, or those that are given, to the folder of the test or another."""
         archive = self.options(archive=str(to or self.folder), **{"until": NEXT_DAY, **given})
@@ -121,18 +126,14 @@ def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return file
 
 
-def write_received(file: Path, messages: Iterable[Any]) -> Path:
-    """Write messages as the page of the audit shows them."""
-    lines = (
-        {
-            "message_id": each.message_id,
-            "publish_time": each.publish_time.isoformat(),
-            "attributes": json.dumps(dict(each.attributes)),
-            "data": base64.b64encode(each.data).decode(),
-        }
-        for each in messages
-    )
-    return write_lines(file, lines)
+def received(id: str, at: datetime, body: bytes = b"data", **attributes: str) -> dict[str, Any]:
+    """Return a message as the page of the audit shows it."""
+    return {
+        "message_id": f"of {id} at {at}",
+        "publish_time": at.isoformat(),
+        "data": base64.b64encode(body).decode(),
+        "attributes": json.dumps({TASK_ID_ATTRIBUTE: id, **attributes}),
+    }
 
 
 class FakeTable:
@@ -234,10 +235,6 @@ def sent_of(tasks: DataFrame) -> list[Published]:
 
 def archived(spark: SparkSession, archive: Path) -> list[Published]:
     return sent_of(read_archive(spark, str(archive)))
-
-
-def window_folders(archive: Path) -> list[Path]:
-    return sorted(archive.glob("window=*"))
 
 
 def data_folders(archive: Path) -> list[Path]:
