@@ -13,7 +13,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from tests.support.pubsub import PubSub
 from tests.support.relays import execute
 from tests.support.situations import SITUATIONS, Place
 from tests.support.spanner import ADMIN_SECONDS, PROJECT, instance, query
-from tests.support.trial import in_background
 
 PAGES = ROOT / "docs/operations"
 TOPICS = (PAGES / "topics.md").read_text(encoding="utf-8")
@@ -86,7 +84,7 @@ def matches(lines: list[str], expected: list[str]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def places(emulators: Emulators, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Place]]:
+def places(emulators: Emulators, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Place]:
     """A database for each situation, arranged at once."""
     programs("gcloud")
     found = {}
@@ -113,15 +111,9 @@ def places(emulators: Emulators, tmp_path_factory: pytest.TempPathFactory) -> It
         database = instance(emulators.spanner_host, "main", project).database("shop", ddl_statements=ddl.statements())
         database.create().result(timeout=ADMIN_SECONDS)
         found[page, title] = place = Place(project, database, pubsub, directory, environment)
-        SITUATIONS[page][title](place)
-
-    def write_heartbeats() -> None:
-        for place in found.values():
-            if place.live_workers:
-                place.workers(place.live_workers, *place.infos)
-
-    with in_background(write_heartbeats, every=2):
-        yield found
+        for step in SITUATIONS[page][title]:
+            step(place)
+    return found
 
 
 def in_spanner(command: str, place: Place) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.parts import Bench, SlowPublisher
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from publishworker.pubsub.publisher import failure_of
 from publishworker.spanner.write_errors import Refused, describe
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, NotSent
-from tests.support.parts import claim_of, policy
-from tests.support.relay_bench import Bench
+from tests.support.parts import Bench, claim_of, policy
 
 TOPIC = "projects/test-project/topics/orders"
 MISSING = "projects/test-project/topics/missing"

@@ -12,7 +12,7 @@ from publishworker.turn import in_flight, selection
 from publishworker.turn.relay import Relay
 from publishworker.types import Next
 from tests.support.fakes import serialized
-from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.parts import Bench, SlowPublisher
 from tests.support.waiting import eventually
 
 MANY = 1_000

@@ -12,8 +12,7 @@ from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Failed, RowChange
-from tests.support.parts import claim_of
-from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.parts import Bench, SlowPublisher, claim_of
 from tests.support.waiting import eventually
 
 TOPIC = "projects/test-project/topics/orders"

@@ -29,8 +29,7 @@ from publishworker.types import (
     Version,
 )
 from tests.support.fakes import FakePublisher, FakeStore, serialized
-from tests.support.parts import claim_of, policy, poll_request, relay_of
-from tests.support.relay_bench import Bench, overtake
+from tests.support.parts import Bench, claim_of, overtake, policy, poll_request, relay_of
 
 
 class Recording(FakeStore):

@@ -18,8 +18,7 @@ from publishworker.turn import in_flight
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Cancelled, Failed, Kind, Next, Published
 from tests.support.fakes import Abort
-from tests.support.parts import claim_of
-from tests.support.relay_bench import Bench, SlowPublisher, overtake
+from tests.support.parts import Bench, SlowPublisher, claim_of, overtake
 from tests.support.waiting import eventually
 
 ORDERS, INVOICES = "projects/test-project/topics/orders", "projects/test-project/topics/invoices"

@@ -23,8 +23,7 @@ from publishworker.topics.availability import (
     split_valid,
 )
 from publishworker.types import Answer, Claim, ClaimedTask, Delivered, Failed, Kind, Published, Skipped
-from tests.support.parts import claim_of, policy
-from tests.support.relay_bench import Bench
+from tests.support.parts import Bench, claim_of, policy
 
 NEW = "projects/other/topics/orders-v2"
 NOT_FOUND = Failed("not_found", "no such topic")
