@@ -1,6 +1,10 @@
-"""`spark.readStream.format("outbox")`: every (Id, SentAt) once, whatever happens to the query."""
+"""`spark.readStream.format("outbox")`: each (Id, SentAt) once, whatever happens to the query; and Spark Connect."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,12 +18,14 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from outbox.base.values import shown
+from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import open_table
 from tests.support.operations import delete, insert, row, rows_of, update
-from tests.support.pipeline import Case, options
+from tests.support.pipeline import DAY, Case, options
+from tests.support.processes import ROOT
 
 Published = Counter[tuple[str, str]]
 
@@ -212,3 +218,36 @@ def test_available_now_reads_everything_after_an_unfinished_batch(case: Case):  
     assert streamed(case.spark, sink) == sent(case.database)
     if pyspark.__version__ >= "4.2":
         assert len([*(checkpoint / "commits").glob("[0-9]*")]) == 3, "each batch has one task"
+
+
+@pytest.fixture(scope="module")
+def server(spark: SparkSession) -> str:
+    """Let the JVM of the tests, which another would cost a minute, serve clients. Return its address."""
+    service = getattr(getattr(spark._jvm.org.apache.spark.sql.connect.service, "SparkConnectService$"), "MODULE$")
+    context = spark.sparkContext._jsc.sc()
+    context.conf().set("spark.connect.grpc.binding.port", "0").set("spark.connect.grpc.binding.address", "127.0.0.1")
+    service.start(context)
+    return f"sc://127.0.0.1:{service.server().getPort()}"
+
+
+@pytest.mark.timeout(300)
+def test_source_sink_register_and_archive_need_no_jvm(case: Case, server: str, emulators: Emulators):
+    case.insert([row("purged", SentAt=DAY)])
+    case.archive(to=case.folder / "archive", purge=True, late=True)
+    case.insert([row("sent", SentAt=DAY)])
+    client = [sys.executable, "-m", "tests.support.connect_client", server, str(case.folder)]
+    done = subprocess.run(
+        [*client, *(f"{name}={value}" for name, value in options(case.target).items())],
+        check=False, cwd=ROOT, env=os.environ | emulators.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    ids = sorted(str(number) for number in range(20) if number != 7)
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "registered": 19,
+        "rejected": ["data is NULL. For a message without data, pass an empty string"],
+        "read": ids,
+        "streamed": ["sent"],
+        "archived": ["purged"],
+    }
+    written = {*(f"{number} written" for number in range(20)), *["of a stream"][: pyspark.__version__ >= "4.1"]}
+    assert case.rows().keys() == {*ids, "sent", *written}
