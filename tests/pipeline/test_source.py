@@ -34,7 +34,8 @@ from outbox_pipeline.source.datasource import OF_READER, OutboxDataSource, Outbo
 from outbox_pipeline.spark.stack_traces import error_from
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import Case, counts, options, registered
-from tests.support.rpc import Counting
+from tests.support.proxy import Proxy
+from tests.support.rpc import Faulty
 from tests.support.spanner import place
 
 #: Where a day of sent tasks begins.
@@ -229,10 +230,10 @@ def test_invalid_options_are_named(target: DatabaseSettings):
 def test_executors_use_the_endpoint_of_the_options(case: Case, emulators: Emulators):
     """Also where the emulator's variable names another address."""
     case.insert([row("a")])
-    with Counting(emulators.spanner_host) as proxy:
-        found = tasks(case.spark, case.target, spannerEndpoint=f"http://{proxy.address}").collect()
+    with Proxy(emulators.spanner_host) as network, Faulty(emulators.spanner_host, network) as server:
+        found = tasks(case.spark, case.target, spannerEndpoint=f"http://{network.address}").collect()
     assert [each["Id"] for each in found] == ["a"]
-    assert proxy.counts["StreamingRead", "outbox-pipeline-read"] > 0
+    assert server.seen["StreamingRead", None] > 0
 
 
 def test_every_call_waits_for_spanner_as_long_as_a_commit(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):

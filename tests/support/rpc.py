@@ -1,4 +1,4 @@
-"""gRPC servers of the tests: they forward calls to another server, count them, fail, or answer in the place of Pub/Sub.
+"""gRPC servers of the tests: one forwards calls to another server, or fails; one answers in the place of Pub/Sub.
 
 with Proxy(emulators.spanner_host) as network, Faulty(emulators.spanner_host, network) as proxy:
     worker = start(SPANNER_EMULATOR_HOST=network.address)
@@ -18,11 +18,7 @@ from typing import Any, Self
 
 import grpc
 from google.cloud.spanner_v1 import (
-    BeginTransactionRequest,
     CommitRequest,
-    ExecuteSqlRequest,
-    PartialResultSet,
-    ReadRequest,
     RollbackRequest,
 )
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
@@ -212,76 +208,6 @@ def _as_it_is(data: bytes) -> bytes:
 
 def _sent(metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
     return tuple((key, value) for key, value in metadata if not key.startswith(("grpc-", "user-agent")))
-
-
-#: Method and tag: that of the request, else that of its transaction, else nothing.
-Key = tuple[str, str]
-
-_TAGGED = {
-    "BeginTransaction": BeginTransactionRequest,
-    "Commit": CommitRequest,
-    "ExecuteSql": ExecuteSqlRequest,
-    "ExecuteStreamingSql": ExecuteSqlRequest,
-    "Read": ReadRequest,
-    "StreamingRead": ReadRequest,
-}
-_WITH_ROWS = ("ExecuteStreamingSql", "StreamingRead")
-
-
-class Counting(Forwarding):
-    """Counts what it forwards.
-
-    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these.
-    """
-
-    def __init__(self, target: str) -> None:
-        super().__init__(target)
-        self._lock = Lock()
-        self.counts: Counter[Key] = Counter()
-        self.bytes: Counter[Key] = Counter()
-        self.rows: Counter[Key] = Counter()
-
-    def clear(self) -> None:
-        with self._lock:
-            for counter in (self.counts, self.bytes, self.rows):
-                counter.clear()
-
-    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        key = key_of(method, request)
-        self._add(self.counts, key, 1)
-        counter = _Rows() if key[0] in _WITH_ROWS else None
-        for answer in super().forward(method, request, context):
-            self._add(self.bytes, key, len(answer))
-            if counter:
-                self._add(self.rows, key, counter.more(answer))
-            yield answer
-
-    def _add(self, counter: Counter[Key], key: Key, number: int) -> None:
-        with self._lock:
-            counter[key] += number
-
-
-def key_of(method: str, request: bytes) -> Key:
-    name = method.rpartition("/")[2]
-    if name not in _TAGGED:
-        return name, ""
-    message: Any = _TAGGED[name].pb().FromString(request)
-    return name, message.request_options.request_tag or message.request_options.transaction_tag
-
-
-class _Rows:
-    """Counts the rows of one stream; values come in a row's order, and one may be cut over several answers."""
-
-    def __init__(self) -> None:
-        self._columns = 1
-        self._values = self._rows = 0
-
-    def more(self, answer: bytes) -> int:
-        part: Any = PartialResultSet.pb().FromString(answer)
-        self._columns = len(part.metadata.row_type.fields) or self._columns
-        self._values += len(part.values) - part.chunked_value
-        before, self._rows = self._rows, self._values // self._columns
-        return self._rows - before
 
 
 Handler = Callable[[Any, grpc.ServicerContext], Any]

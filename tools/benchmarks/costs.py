@@ -3,13 +3,25 @@
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Lock
+from typing import Any
 from unittest import mock
+
+import grpc
+from google.cloud.spanner_v1 import (
+    BeginTransactionRequest,
+    CommitRequest,
+    ExecuteSqlRequest,
+    PartialResultSet,
+    ReadRequest,
+)
 
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import started
-from tests.support.rpc import Counting
+from tests.support.rpc import Forwarding
 from tools.benchmarks.bench import Bench, Table, fresh_table
 from tools.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
 from tools.benchmarks.results import Section, figures
@@ -20,6 +32,71 @@ SESSIONS = {"GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "true"}
 POLL, CLAIM = "outbox-poll", "outbox-claim"
 
 CPU, REQUESTS, ROWS, BYTES = "client CPU us/task", "requests/1,000 tasks", "rows/task", "bytes/task"
+
+
+#: Method and tag: that of the request, else that of its transaction, else nothing.
+Key = tuple[str, str]
+
+_TAGGED: dict[str, Any] = {
+    "BeginTransaction": BeginTransactionRequest,
+    "Commit": CommitRequest,
+    "ExecuteSql": ExecuteSqlRequest,
+    "ExecuteStreamingSql": ExecuteSqlRequest,
+    "Read": ReadRequest,
+    "StreamingRead": ReadRequest,
+}
+
+
+class Counting(Forwarding):
+    """Counts what it forwards.
+
+    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these.
+    """
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._lock = Lock()
+        self.counts: Counter[Key] = Counter()
+        self.bytes: Counter[Key] = Counter()
+        self.rows: Counter[Key] = Counter()
+
+    def clear(self) -> None:
+        with self._lock:
+            for counter in (self.counts, self.bytes, self.rows):
+                counter.clear()
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        name, tag = method.rpartition("/")[2], ""
+        if name in _TAGGED:
+            options = _TAGGED[name].pb().FromString(request).request_options
+            tag = options.request_tag or options.transaction_tag
+        key = name, tag
+        self._add(self.counts, key, 1)
+        counter = _Rows() if name in ("ExecuteStreamingSql", "StreamingRead") else None
+        for answer in super().forward(method, request, context):
+            self._add(self.bytes, key, len(answer))
+            if counter:
+                self._add(self.rows, key, counter.more(answer))
+            yield answer
+
+    def _add(self, counter: Counter[Key], key: Key, number: int) -> None:
+        with self._lock:
+            counter[key] += number
+
+
+class _Rows:
+    """Counts the rows of one stream; values come in a row's order, and one may be cut over several answers."""
+
+    def __init__(self) -> None:
+        self._columns = 1
+        self._values = self._rows = 0
+
+    def more(self, answer: bytes) -> int:
+        part: Any = PartialResultSet.pb().FromString(answer)
+        self._columns = len(part.metadata.row_type.fields) or self._columns
+        self._values += len(part.values) - part.chunked_value
+        before, self._rows = self._rows, self._values // self._columns
+        return self._rows - before
 
 
 def run(bench: Bench) -> Section:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import outbox
-from tests.support.rpc import Counting
 from tools.benchmarks.bench import MESSAGE, ROWS, Bench, Table, fresh_table
+from tools.benchmarks.costs import Counting
 from tools.benchmarks.relaying import drive, relay, warm_worker
 from tools.benchmarks.results import Section, figures
 
