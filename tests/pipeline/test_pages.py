@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import uuid
@@ -15,8 +14,6 @@ from unittest import mock
 import deltalake
 import pyspark
 import pytest
-from google.auth.credentials import AnonymousCredentials
-from google.cloud.spanner import Client
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import StreamingQueryException
@@ -43,10 +40,7 @@ PATHS = re.compile(r"(?<![\w/.-])(?:/tmp/outbox|(?=invoices\.jsonl|rejects\b(?!=
 
 @pytest.fixture(scope="module")
 def of_the_pages(emulators: Emulators) -> Iterator[Database]:
-    with mock.patch.dict(os.environ, emulators.environment()):
-        client = Client(project="my-project", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-    instance = client.instance("main", configuration_name="projects/my-project/instanceConfigs/emulator-config")
-    instance.create().result(timeout=spanner.ADMIN_SECONDS)
+    instance = spanner.instance(emulators.spanner_host, "main", "my-project")
     database = instance.database("shop", ddl_statements=ddl.statements())
     database.create().result(timeout=spanner.ADMIN_SECONDS)
     yield database
