@@ -120,20 +120,19 @@ def run(
     if to:
         selection = replace(selection, to=_destination(table, selection, to))
     _check(spark, table, selection)
-    job = _Job(spark, table, settings, selection)
     if dry_run:
-        done = job.dry_run(started_at)
-    else:
-        id = resume
-        if not resume:
-            begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
-            id, started_at = begun.id, begun.started_at
-        _info(f"Replay {id} of {as_json(asdict(selection))}. If it is interrupted, continue it with --resume {id}")
-        done = job.replay(started_at)
-        done.replay_id = id
-        operations.end(table, id, Tasks=done.selected - done.missing - (done.refused or 0))
-        told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
-        _info(f"Replay {id} finished{told}")
+        return _dry_run(_selected(spark, table, settings, selection, started_at))
+    id = resume
+    if not resume:
+        begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
+        id, started_at = begun.id, begun.started_at
+    _info(f"Replay {id} of {as_json(asdict(selection))}. If it is interrupted, continue it with --resume {id}")
+    tasks = _selected(spark, table, settings, selection, started_at)
+    done = _replay(tasks, table, settings, selection, started_at)
+    done.replay_id = id
+    operations.end(table, id, Tasks=done.selected - done.missing - (done.refused or 0))
+    told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
+    _info(f"Replay {id} finished{told}")
     return done
 
 
@@ -208,69 +207,65 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
         raise SettingError(f"--where {selection.where} is not deterministic, so the replay could not be resumed")
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What all steps share."""
+def _dry_run(tasks: DataFrame) -> Replayed:
+    """Count the selected tasks and return some of them."""
+    # Persist, so that the table is read once for both results.
+    tasks = tasks.select("Id", "Topic", "SentAt").persist()
+    topics = collected(tasks.groupBy("Topic").count().orderBy(f.desc("count"), "Topic"))
+    sample = collected(tasks.limit(SAMPLE))
+    tasks.unpersist()
+    return Replayed(
+        selected=sum(row["count"] for row in topics),
+        topics={row["Topic"]: row["count"] for row in topics[:TOPICS]},
+        sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
+    )
 
-    spark: SparkSession
-    table: Table
-    settings: ReplaySettings
-    selection: ReplaySelection
 
-    def dry_run(self, started_at: datetime) -> Replayed:
-        """Count the selected tasks and return some of them."""
-        # Persist, so that the table is read once for both results.
-        tasks = self._selected(started_at).select("Id", "Topic", "SentAt").persist()
-        topics = collected(tasks.groupBy("Topic").count().orderBy(f.desc("count"), "Topic"))
-        sample = collected(tasks.limit(SAMPLE))
-        tasks.unpersist()
-        return Replayed(
-            selected=sum(row["count"] for row in topics),
-            topics={row["Topic"]: row["count"] for row in topics[:TOPICS]},
-            sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
-        )
+def _replay(
+    tasks: DataFrame, table: Table, settings: ReplaySettings, selection: ReplaySelection, started_at: datetime
+) -> Replayed:
+    """Make the selected tasks unsent, and insert those that only the archive has."""
+    parts, rate = divided(tasks.sparkSession, settings.max_rows_per_second)
+    rows = in_order(tasks, parts)
+    if selection.to:
+        rows = rows.select("Id", "OrderingKey", "Data", "CreatedAt")
+        counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, table.pubsub, selection.to, rate))
+    else:
+        rows = rows.select(*ARCHIVED_COLUMNS) if selection.archive else rows.select("Id")
+        counts = totals(map_rows(rows, _COUNTS, replay_rows, settings, started_at, rate))
+    return Replayed(selected=sum(counts.values()), **counts)
 
-    def replay(self, started_at: datetime) -> Replayed:
-        """Make the selected tasks unsent, and insert those that only the archive has."""
-        parts, rate = divided(self.spark, self.settings.max_rows_per_second)
-        rows = in_order(self._selected(started_at), parts)
-        if self.selection.to:
-            rows, pubsub = rows.select("Id", "OrderingKey", "Data", "CreatedAt"), self.table.pubsub
-            counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, pubsub, self.selection.to, rate))
-        else:
-            rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
-            counts = totals(map_rows(rows, _COUNTS, replay_rows, self.settings, started_at, rate))
-        return Replayed(selected=sum(counts.values()), **counts)
 
-    def _selected(self, started_at: datetime) -> DataFrame:
-        """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
-        until = min(self.selection.until or started_at, started_at)
-        archive, where = self.selection.archive, self.selection.where
-        tasks = self._of_archive(archive, until) if archive else self._of_table(until, started_at)
-        return tasks.where(where) if where else tasks
+def _selected(
+    spark: SparkSession, table: Table, settings: ReplaySettings, given: ReplaySelection, started_at: datetime
+) -> DataFrame:
+    """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt.
 
-    def _of_table(self, until: datetime, started_at: datetime) -> DataFrame:
-        """Read the table as of `started_at`, or as of now if Spanner has no versions of then.
-
-        The remaining tasks are the same, because the finished ones are unsent or were sent since.
-        """
-        given, now = self.selection, self.table.now()
-        is_kept = started_at > now - self.table.retention() + TIME_TO_READ and self.table.keeps(started_at)
+    The table is read as of `started_at`, or as of now if Spanner has no versions of then. The remaining tasks are the
+    same, because the finished ones are unsent or were sent since.
+    """
+    until = min(given.until or started_at, started_at)
+    if given.archive:
+        tasks = _of_archive(spark, given.archive, given, until)
+    else:
+        now = table.now()
+        is_kept = started_at > now - table.retention() + TIME_TO_READ and table.keeps(started_at)
         needed = (*_OF_TABLE, "Topic", "SentAt", *(["Data"] if given.to else []))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else needed
         wanted = RowFilter("sent", given.topic, given.since, until)
-        return read_tasks(self.spark, self.settings, columns, started_at if is_kept else now, wanted)
+        tasks = read_tasks(spark, settings, columns, started_at if is_kept else now, wanted)
+    return tasks.where(given.where) if given.where else tasks
 
-    def _of_archive(self, archive: str, until: datetime) -> DataFrame:
-        given = self.selection
-        tasks = read_archive(self.spark, archive, since=given.since)
-        # The last row of each task decides, as in the table. A resumed replay excludes tasks that were replayed, sent
-        # and archived before the interruption.
-        last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
-        tasks = tasks.withColumn("_number", f.row_number().over(last)).where("_number = 1").drop("_number")
-        tasks = tasks.where(tasks.SentAt < until)
-        tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
-        return decoded(tasks).withColumn("State", f.lit("sent")) if given.where else tasks
+
+def _of_archive(spark: SparkSession, archive: str, given: ReplaySelection, until: datetime) -> DataFrame:
+    tasks = read_archive(spark, archive, since=given.since)
+    # The last row of each task decides, as in the table. A resumed replay excludes tasks that were replayed, sent and
+    # archived before the interruption.
+    last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
+    tasks = tasks.withColumn("_number", f.row_number().over(last)).where("_number = 1").drop("_number")
+    tasks = tasks.where(tasks.SentAt < until)
+    tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
+    return decoded(tasks).withColumn("State", f.lit("sent")) if given.where else tasks
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
