@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -27,9 +27,6 @@ from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metric
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "refused", "lost", "not_applied")
-#: How the first line of a certificate with losses begins.
-_INCOMPLETE = "INCOMPLETE"
-
 #: The fields of results that count rows.
 _ROWS = (
     "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "unsent", "resent", "missing",
@@ -104,40 +101,39 @@ def _run(options: argparse.Namespace) -> int:
     for sentence in unknown_variables():
         _log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = Metrics(client(settings.metrics))
-    begin, result = time.monotonic(), None
+    begin, values = time.monotonic(), dict[str, Any]()
     try:
         with spark_errors():
             job = import_module(f"outbox_pipeline.jobs.{name}")
             flags = {flag: getattr(options, flag) for flag in options.flags}
             if name == "replay":
                 job.check(settings, **flags)  # before Spark starts, which takes seconds
-            result = job.run(session.session(name), settings, **flags)
+            values = dataclasses.asdict(job.run(session.session(name), settings, **flags))
     finally:
-        ended_as = _ended_as(result, options)
-        _record(metrics, name, result, ended_as)
+        ended_as = _ended_as(values, options)
+        _record(metrics, name, values, ended_as)
         metrics.stop()
-    if name == "audit" and result.verdict and not options.json:
-        say(result.verdict)
-    say(_summary(name, result, time.monotonic() - begin, json=options.json))
+    if values.get("verdict") and not options.json:
+        say(values["verdict"])
+    say(_summary(name, values, time.monotonic() - begin, json=options.json))
     return {"done": DONE, "work_left": WORK_LEFT}.get(ended_as, FAILED)
 
 
-def _ended_as(result: Any | None, options: argparse.Namespace) -> str:
+def _ended_as(values: Mapping[str, Any], options: argparse.Namespace) -> str:
     """Return how the job ended, in the words of the metric `outbox.pipeline_run_count`."""
-    if result is None:
+    if not values:
         return "failed"
-    if getattr(result, "work_left", False):
+    if values.get("work_left"):
         return "work_left"
-    if options.job == "audit" and not (result.tasks or options.allow_empty):
+    if options.job == "audit" and not (values["tasks"] or options.allow_empty):
         return "empty"
-    if failures := [name for name in _FAILURES if getattr(result, name, 0)]:
+    if failures := [name for name in _FAILURES if values.get(name)]:
         return failures[0]
-    return "incomplete" if str(getattr(result, "verdict", "")).startswith(_INCOMPLETE) else "done"
+    return "incomplete" if str(values.get("verdict")).startswith("INCOMPLETE") else "done"
 
 
-def _summary(job: str, result: Any, seconds: float, *, json: bool) -> Escaped:
+def _summary(job: str, values: Mapping[str, Any], seconds: float, *, json: bool) -> Escaped:
     """Return the fields of a result, and the duration of the job, as one line of JSON, or one field per line."""
-    values = dataclasses.asdict(result)
     if json:
         return as_json({"job": job, **values, "seconds": round(seconds, 3)})
     lines = {"job": job, **values, "seconds": spoken(seconds)}
@@ -160,15 +156,13 @@ def _shown(value: object) -> str:
     return cell(value)
 
 
-def _record(metrics: Metrics, job: str, result: Any | None, ended_as: str) -> None:
+def _record(metrics: Metrics, job: str, values: Mapping[str, Any], ended_as: str) -> None:
     """Send metrics of the rows. For a failed job, only count the failure."""
     metrics.count(PIPELINE_RUNS, 1, job=job, result=ended_as)
-    if result is None:
-        return
-    if getattr(result, "certificate", None):  # whose monitor notices a day without one
+    if values.get("certificate"):  # whose monitor notices a day without one
         metrics.count(PIPELINE_RUNS, 1, job="certificate", result="done")
     for name in _ROWS:
-        if number := getattr(result, name, 0):
+        if number := values.get(name):
             metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
 
 
