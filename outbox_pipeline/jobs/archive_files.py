@@ -285,17 +285,17 @@ class Archive:
 
     def files_of(self, window: Window) -> list[dict[str, Any]]:
         """Read the files of a window back, and return facts of each. Raises OutboxError if they lack tasks of it."""
-        if not window.rows:
-            return []
-        of_files = self._tasks([window]).groupBy(
-            f.regexp_extract("_metadata.file_path", f".*/({_PREFIX}.+)", 1).alias("path"),
-            f.col("_metadata.file_size").alias("size"),
-            f.col("_metadata.file_modification_time").alias("modified_at"),
-            f.col("SentDate").cast("string").alias("sent_date"),
-        )
-        found = collected(of_files.agg(*checksum_columns()))
+        found = []
+        if window.rows:
+            of_files = self._tasks([window]).groupBy(
+                f.regexp_extract("_metadata.file_path", f".*/({_PREFIX}.+)", 1).alias("path"),
+                f.col("_metadata.file_size").alias("size"),
+                f.col("_metadata.file_modification_time").alias("modified_at"),
+                f.col("SentDate").cast("string").alias("sent_date"),
+            )
+            found = collected(of_files.agg(*checksum_columns()))
         rows, checksum = (sum(int(each[name]) for each in found) for name in ("rows", "checksum"))
-        self._check(window, rows, str(checksum))
+        self._check(window, rows, str(checksum) if found else None)
         return found
 
     def _check(self, window: Window, rows: int, checksum: str | None) -> None:
