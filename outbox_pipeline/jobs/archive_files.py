@@ -32,7 +32,6 @@ from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.texts import EPOCH, MICROSECOND
 from outbox_pipeline.spark.files import Folder
-from outbox_pipeline.spark.spark_tasks import collected
 from outbox_pipeline.spark.stack_traces import spark_errors
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class Log:
 
         actions = [
             AddAction(
-                each["path"], each["size"], {"SentDate": each["sent_date"]}, _micros(each["modified_at"]) // 1000, True,
+                each["path"], each["size"], {"SentDate": each["sent_date"]}, each["modified_at"], True,
                 json.dumps({"numRecords": each["rows"]}),
             )
             for each in files
@@ -148,7 +147,7 @@ class Log:
             if before and before[-1].until != window.since:
                 return False
             # Delta refuses the commit if another window was committed after the version with these windows.
-            self._commit(details, actions, [Transaction(_NAME, _micros(window.until))])
+            self._commit(details, actions, [Transaction(_NAME, (window.until - EPOCH) // MICROSECOND)])
         except CommitFailedError:
             # The commit can be ours, because an object store can execute a retried request twice.
             return any(each.data == window.data for each in self.windows())
@@ -257,10 +256,6 @@ def commit_name(version: int) -> str:
     return f"_delta_log/{version:020}.json"
 
 
-def _micros(time: datetime) -> int:
-    return (time - EPOCH) // MICROSECOND
-
-
 class Archive:
     """The files of the windows in one folder, and their log."""
 
@@ -290,10 +285,10 @@ class Archive:
             of_files = self._tasks([window]).groupBy(
                 f.regexp_extract("_metadata.file_path", f".*/({_PREFIX}.+)", 1).alias("path"),
                 f.col("_metadata.file_size").alias("size"),
-                f.col("_metadata.file_modification_time").alias("modified_at"),
+                f.unix_millis("_metadata.file_modification_time").alias("modified_at"),
                 f.col("SentDate").cast("string").alias("sent_date"),
             )
-            found = collected(of_files.agg(*checksum_columns()))
+            found = [row.asDict() for row in of_files.agg(*checksum_columns()).collect()]
         rows, checksum = (sum(int(each[name]) for each in found) for name in ("rows", "checksum"))
         self._check(window, rows, str(checksum) if found else None)
         return found
