@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -214,12 +213,6 @@ def handles_sigterm(pid: int) -> bool:
     return status["Name"].strip() != "unshare" and bool(int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def ended_in(outer: subprocess.Popen[str]) -> float:
-    begin = time.monotonic()
-    outer.wait(30)
-    return time.monotonic() - begin
-
-
 @pytest.mark.usefixtures("directory")
 @pytest.mark.parametrize(
     ("words", "number", "code"),
@@ -236,9 +229,9 @@ def test_a_signal_during_the_imports_ends_a_command(words: str, number: signal.S
         eventually(lambda: handles_sigterm(pid))
         assert "cygrpc" not in Path(f"/proc/{pid}/maps").read_text()
         os.kill(pid, number)
-        assert ended_in(outer) < PROMPT_SECONDS
+        assert outer.wait(PROMPT_SECONDS) == code
         assert outer.stderr is not None
-        assert (outer.returncode, outer.stderr.read()) == (code, "")
+        assert outer.stderr.read() == ""
 
 
 @pytest.mark.usefixtures("directory")
@@ -257,5 +250,4 @@ def test_a_signal_ends_a_command_whose_first_request_hangs(words: str, number: s
         host = f"{LOOPBACK}:{silent.getsockname()[1]}"
         with process_1(*words.split(), environment={"SPANNER_EMULATOR_HOST": host}) as (outer, pid), silent.accept()[0]:
             os.kill(pid, number)
-            assert ended_in(outer) < PROMPT_SECONDS
-            assert outer.returncode == code
+            assert outer.wait(PROMPT_SECONDS) == code
