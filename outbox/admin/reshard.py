@@ -212,9 +212,10 @@ class Resharding:
 
     def _record(self, transaction: Transaction, step: Step, target: Layout) -> None:
         """Write the new state of a layout. The workers are read in the same transaction, so no heartbeat is missed."""
-        polled_by = _polled_by(transaction.query(WORKERS, {}))
-        if step.state == RETIRED and not all(target.column in columns for columns in polled_by.values()):
-            return  # a worker has started meanwhile; the next step waits for it
+        if step.state == RETIRED:
+            polled_by = _polled_by(transaction.query(WORKERS, {}))
+            if not all(target.column in columns for columns in polled_by.values()):
+                return  # a worker has started meanwhile; the next step waits for it
         rows = [(step.layout.column, step.layout.shards, step.state)]
         if step.kind == "begin":
             found = schema.layouts(self._table.database)
@@ -225,7 +226,7 @@ class Resharding:
         """Record who changes the number of shards, once for each change and each abort. Return the ID of the record."""
         snapshot, latest = self.snapshot(), self._latest()
         former = next((each for each in snapshot.layouts if each != target), None)
-        # `_build` completes a layout that an earlier change added. `Shard` is created by `outbox schema apply`.
+        # `_update` completes a layout that an earlier change added. `Shard` is created by `outbox schema apply`.
         if former is None and target.column == COLUMN and not snapshot.is_complete(target):
             raise OutboxError(
                 f"{self._table.name}: an index of {target.column} is missing or does not contain all tasks yet, and "

@@ -219,18 +219,10 @@ def _json(status: "admin.status.Status") -> Escaped:
         {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}
         for line in backlog.lines
     ]
-    return as_json(
-        {
-            "as_of": backlog.as_of,
-            "workers": len(backlog.workers),
-            **fields(backlog, backlog.total),
-            "topics": topics,
-            "problems": status.problems,
-            "errors": status.errors,
-            "circuits": admin.workers.open_circuits(backlog.workers),
-            "reshard": reshard,
-        }
-    )
+    total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
+    why = {"problems": status.problems, "errors": status.errors}
+    circuits = admin.workers.open_circuits(backlog.workers)
+    return as_json({**total, "topics": topics, **why, "circuits": circuits, "reshard": reshard})
 
 
 def _figures(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> list[object]:
