@@ -10,7 +10,7 @@ The first use of `outbox.register` imports the clients. `from outbox import regi
 
 from typing import TYPE_CHECKING
 
-from outbox.base.lazy import importer
+from outbox.base.start import importer
 
 if TYPE_CHECKING:
     from outbox._version import __version__

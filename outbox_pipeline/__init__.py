@@ -9,7 +9,7 @@ Needs the extra `spanner-outbox[spark]` and Java 17 or newer.
 
 from typing import TYPE_CHECKING
 
-from outbox.base.lazy import importer
+from outbox.base.start import importer
 
 if TYPE_CHECKING:
     from outbox_pipeline.jobs.archive_files import read_archive

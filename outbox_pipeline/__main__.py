@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from outbox.program.signals import exit_on
+from outbox.base.start import exit_on
 
 
 def main() -> int:

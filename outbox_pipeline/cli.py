@@ -13,7 +13,7 @@ from typing import Any
 
 from outbox._version import __version__
 from outbox.admin.flags import add_reason
-from outbox.base.lazy import need
+from outbox.base.start import need
 from outbox.base.values import spoken
 from outbox.program import logs
 from outbox.program.settings import Parser, Settings, unknown_variables

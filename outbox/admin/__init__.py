@@ -6,7 +6,7 @@ and a wrong flag need no client.
 
 from typing import TYPE_CHECKING
 
-from outbox.base.lazy import importer
+from outbox.base.start import importer
 
 if TYPE_CHECKING:
     from outbox.admin import (  # noqa: F401 - for the types of those that use the package

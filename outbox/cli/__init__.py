@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outbox._version import __version__
 from outbox.admin import flags
-from outbox.base.lazy import need
+from outbox.base.start import need
 from outbox.cli import (
     change_commands,
     operation_commands,

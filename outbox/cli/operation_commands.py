@@ -17,11 +17,11 @@ from typing import Any
 
 from outbox import admin
 from outbox.admin import flags
+from outbox.base.start import handled
 from outbox.base.values import counted, shown, spoken
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.settings import one_of
-from outbox.program.signals import handled
 from outbox.program.terminal import Escaped, as_json, named, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
 from outbox.table.states import CANCELLED, STATES

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from outbox import admin
 from outbox.admin import flags
+from outbox.base.start import exit_on
 from outbox.base.values import counted, shown, spoken
 from outbox.errors import OutboxError, PositionExpired, SettingError
 from outbox.program.settings import SECONDS, whole_number
-from outbox.program.signals import exit_on
 from outbox.program.terminal import SHOWN, Escaped, as_json, bars, cell, joined, named, note, say, shortened, table
 
 T = TypeVar("T")

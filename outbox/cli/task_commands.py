@@ -12,11 +12,11 @@ from typing import Any
 from outbox import admin
 from outbox.admin import flags
 from outbox.base.schedules import FOLLOW
+from outbox.base.start import exit_on
 from outbox.base.values import counted, shown, spoken
 from outbox.cli.status_commands import error_table, follow
 from outbox.errors import OutboxError
 from outbox.program.settings import MOMENT, resolved
-from outbox.program.signals import exit_on
 from outbox.program.terminal import as_json, by_field, cell, escaped, note, say, shortened, table, write
 from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
 

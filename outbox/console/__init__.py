@@ -6,7 +6,7 @@ package needs no extra; `app` needs `spanner-outbox[console]`.
 
 from typing import TYPE_CHECKING
 
-from outbox.base.lazy import importer
+from outbox.base.start import importer
 
 if TYPE_CHECKING:
     from outbox.console.application import app

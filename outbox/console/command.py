@@ -11,7 +11,7 @@ from typing import Any
 
 from outbox import console
 from outbox.admin import flags
-from outbox.base.lazy import install, need
+from outbox.base.start import exit_on, install, need
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
 from outbox.program.settings import (
@@ -25,7 +25,6 @@ from outbox.program.settings import (
     matching,
     setting,
 )
-from outbox.program.signals import exit_on
 from outbox.program.terminal import note, say
 
 #: Longer than Google's load balancers keep an idle connection, 600 s, so that none of them uses one that is closed.

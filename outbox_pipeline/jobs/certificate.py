@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, Ellip
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pyarrow import parquet as pq
 
-from outbox.base.lazy import need
+from outbox.base.start import need
 from outbox.base.values import chunked, counted, shown
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.message import parsed

@@ -10,7 +10,7 @@ from importlib.resources import as_file, files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from outbox.base.lazy import install
+from outbox.base.start import install
 from outbox.errors import NotReached
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from publishworker.process import healthcheck  # noqa: PLC0415 - a probe must be cheap
 
         return healthcheck.main(given[1:])
-    from outbox.program.signals import exit_on  # noqa: PLC0415 - the same
+    from outbox.base.start import exit_on  # noqa: PLC0415 - the same
 
     code = _STOPPED_AT_START.get(given[0]) if given else None
     numbers = (signal.SIGTERM,) if code is None else (signal.SIGTERM, signal.SIGINT)

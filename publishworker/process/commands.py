@@ -17,13 +17,13 @@ from google.pubsub_v1 import PublisherClient
 
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
+from outbox.base.start import handled
 from outbox.base.values import counted, topic_name
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.program import logs
 from outbox.program.channels import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
-from outbox.program.signals import handled
 from outbox.program.terminal import say
 from outbox.table import schema
 from outbox.table.connection import open_database

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from outbox import __version__
-from outbox.base.lazy import install
+from outbox.base.start import install
 from outbox.errors import InvalidMessage, SettingError
 from outbox.message import check_topic
 from outbox.observing import Recorder

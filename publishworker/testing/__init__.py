@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from outbox.base.lazy import importer
+from outbox.base.start import importer
 from outbox.devtools.emulators import PUBSUB, SPANNER, Program, environment, running_one, sharing
 from outbox.errors import NotReached, OutboxError
 
