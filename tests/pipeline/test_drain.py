@@ -1,6 +1,5 @@
 """The job `drain` as a command: alone, next to live workers, and with killed executors."""
 
-import base64
 import contextlib
 import json
 import os
@@ -33,7 +32,7 @@ from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.write_errors import TimedOut
 from tests.support.operations import FUTURE, insert, limit, pause, row
-from tests.support.pipeline import Case, options, write_lines
+from tests.support.pipeline import Case, options, write_received
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
@@ -188,12 +187,7 @@ def pythons_of_spark() -> list[int]:
 
 
 def audit_settings(target: DatabaseSettings, folder: Path, received: list[PubsubMessage]) -> AuditSettings:
-    messages = (
-        {"message_id": each.message_id, "publish_time": each.publish_time.isoformat()}
-        | {"attributes": json.dumps(dict(each.attributes)), "data": base64.b64encode(each.data).decode()}
-        for each in received
-    )
-    file = write_lines(folder / "received.jsonl", messages)
+    file = write_received(folder / "received.jsonl", received)
     given = options(target, until="1s", grace="1", received=str(file), output=str(folder / "audit"))
     return AuditSettings.read(given, {})
 

@@ -126,6 +126,18 @@ def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return file
 
 
+def write_received(file: Path, messages: Iterable[Any]) -> Path:
+    """Write messages as the page of the audit shows them."""
+    return write_lines(
+        file,
+        (
+            {"message_id": each.message_id, "publish_time": each.publish_time.isoformat()}
+            | {"attributes": json.dumps(dict(each.attributes)), "data": base64.b64encode(each.data).decode()}
+            for each in messages
+        ),
+    )
+
+
 def received(id: str, at: datetime, body: bytes = b"data", **attributes: str) -> dict[str, Any]:
     """Return a message as the page of the audit shows it."""
     return {

@@ -1,6 +1,8 @@
 """The files of the project: guarantees with their tests, workflows of GitHub, releases, and locked packages."""
 
 import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import tools
 from tests.support import quick
 from tools.changelog import missing_line
 from tools.release import problems
@@ -159,6 +162,13 @@ def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository
 LOCK = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [each.name for each in pkgutil.walk_packages(tools.__path__, "tools.")])
+def test_a_module_of_tools_finds_what_it_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers of the tests, above all, which mypy does not check."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/examples"))
+    importlib.import_module(name)
 
 
 def test_each_package_has_a_version_and_hashes() -> None:
