@@ -110,6 +110,7 @@ class RolesFile:
     def __init__(self, read: Callable[[], str]) -> None:
         self._read, self._text = read, read()
         self._roles = parsed(self._text)
+        self._logged = ""  # the error of the last read
 
     def of(self, person: str) -> frozenset[Role]:
         """Return the roles of a person, with those that they include."""
@@ -117,8 +118,11 @@ class RolesFile:
             if (text := self._read()) != self._text:
                 self._text = text
                 self._roles = parsed(text)
+            self._logged = ""
         except (SettingError, OSError) as error:
-            _log.warning("The roles are not read again, and the last ones stay valid: %s", error)
+            if str(error) != self._logged:  # once, and not for each request
+                self._logged = str(error)
+                _log.warning("The roles are not read again, and the last ones stay valid: %s", error)
         return self._roles.of(person)
 
 
