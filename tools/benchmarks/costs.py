@@ -11,13 +11,7 @@ from typing import Any
 from unittest import mock
 
 import grpc
-from google.cloud.spanner_v1 import (
-    BeginTransactionRequest,
-    CommitRequest,
-    ExecuteSqlRequest,
-    PartialResultSet,
-    ReadRequest,
-)
+from google.cloud import spanner_v1 as spanner
 
 from outbox.devtools.emulators import Emulators
 from tests.support.processes import started
@@ -32,38 +26,26 @@ SESSIONS = {"GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "true"}
 POLL, CLAIM = "outbox-poll", "outbox-claim"
 
 CPU, REQUESTS, ROWS, BYTES = "client CPU us/task", "requests/1,000 tasks", "rows/task", "bytes/task"
-
-
 #: Method and tag: that of the request, else that of its transaction, else nothing.
 Key = tuple[str, str]
-
 _TAGGED: dict[str, Any] = {
-    "BeginTransaction": BeginTransactionRequest,
-    "Commit": CommitRequest,
-    "ExecuteSql": ExecuteSqlRequest,
-    "ExecuteStreamingSql": ExecuteSqlRequest,
-    "Read": ReadRequest,
-    "StreamingRead": ReadRequest,
+    "BeginTransaction": spanner.BeginTransactionRequest,
+    "Commit": spanner.CommitRequest,
+    **dict.fromkeys(("ExecuteSql", "ExecuteStreamingSql"), spanner.ExecuteSqlRequest),
+    **dict.fromkeys(("Read", "StreamingRead"), spanner.ReadRequest),
 }
 
 
 class Counting(Forwarding):
-    """Counts what it forwards.
-
-    `counts` are the calls, `bytes` the serialized sizes of their answers, `rows` the rows in these.
-    """
+    """Counts calls, the bytes of their answers, and the rows in these, by method and tag."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)
         self._lock = Lock()
-        self.counts: Counter[Key] = Counter()
-        self.bytes: Counter[Key] = Counter()
-        self.rows: Counter[Key] = Counter()
+        self.clear()
 
     def clear(self) -> None:
-        with self._lock:
-            for counter in (self.counts, self.bytes, self.rows):
-                counter.clear()
+        self.counts, self.bytes, self.rows = Counter[Key](), Counter[Key](), Counter[Key]()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         name, tag = method.rpartition("/")[2], ""
@@ -72,31 +54,19 @@ class Counting(Forwarding):
             tag = options.request_tag or options.transaction_tag
         key = name, tag
         self._add(self.counts, key, 1)
-        counter = _Rows() if name in ("ExecuteStreamingSql", "StreamingRead") else None
+        columns, values = 1, 0
         for answer in super().forward(method, request, context):
             self._add(self.bytes, key, len(answer))
-            if counter:
-                self._add(self.rows, key, counter.more(answer))
+            if name in ("ExecuteStreamingSql", "StreamingRead"):
+                part: Any = spanner.PartialResultSet.pb().FromString(answer)
+                columns = len(part.metadata.row_type.fields) or columns
+                values += len(part.values) - part.chunked_value  # one may be cut over several answers
             yield answer
+        self._add(self.rows, key, values // columns)
 
     def _add(self, counter: Counter[Key], key: Key, number: int) -> None:
         with self._lock:
             counter[key] += number
-
-
-class _Rows:
-    """Counts the rows of one stream; values come in a row's order, and one may be cut over several answers."""
-
-    def __init__(self) -> None:
-        self._columns = 1
-        self._values = self._rows = 0
-
-    def more(self, answer: bytes) -> int:
-        part: Any = PartialResultSet.pb().FromString(answer)
-        self._columns = len(part.metadata.row_type.fields) or self._columns
-        self._values += len(part.values) - part.chunked_value
-        before, self._rows = self._rows, self._values // self._columns
-        return self._rows - before
 
 
 def run(bench: Bench) -> Section:
@@ -112,12 +82,7 @@ def run(bench: Bench) -> Section:
 - CPU: all threads of a process that only relays. The others are counted by a proxy. The poll returns candidates, and
   the claim the same tasks under the lock, with their messages. A turn may wait for its batches for a minute instead of
   0.25 s, because the emulator runs one transaction at a time."""
-    section = Section(
-        "Costs per task",
-        figures(samples),
-        conditions,
-        "all of it.",
-    )
+    section = Section("Costs per task", figures(samples), conditions, "all of it.")
     for what, column, limit in ((REQUESTS, REQUESTS, 13), ("rows to the worker/task", ROWS, 2.3)):
         section.at_most(what, section.value("all of it", column), limit)
     return section
