@@ -16,7 +16,8 @@ from outbox.program.settings import DatabaseSettings, Field, fields_of
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
 from publishworker.process.worker_settings import RelaySettings, WorkerSettings
 from publishworker.pubsub.failures import REASONS, FailureKind, Reason
-from publishworker.telemetry.metrics import APPLICATION, INSTRUMENTS, METRICS, PIPELINE, Metric, unit_of
+from publishworker.telemetry.clients import INSTRUMENTS, unit_of
+from publishworker.telemetry.metrics import APPLICATION, METRICS, PIPELINE, Metric
 
 REFERENCE = Path(__file__).parent / "reference"
 #: Unit, description and type of each metric for Datadog's API and its Terraform provider.

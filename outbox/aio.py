@@ -23,7 +23,7 @@ from outbox.registration import CANCEL_TAG, COLUMNS, TABLE, Options, Task, check
 from outbox.table import transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transactions import PrimaryKey, Row
+from outbox.table.transactions import PrimaryKey, Row, SupportsDelete, SupportsInsert
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
 __all__ = ["AsyncTransaction", "Transaction", "cancel", "process_once", "register_once", "run_in_transaction"]
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
 
 
-class AsyncTransaction(transactions.SupportsInsert, transactions.SupportsDelete, Protocol):
+class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
     """Reads, runs queries and accepts mutations: the transaction of an `AsyncClient`."""
 
     async def read(

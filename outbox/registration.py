@@ -22,6 +22,7 @@ from outbox.table import transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.states import NEVER
+from outbox.table.transactions import SupportsCancel, SupportsDelete, SupportsInsert, SupportsReadInsert
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults (SentAt is NULL) or are generated (Shard from the
@@ -79,7 +80,7 @@ class Task:
 
 
 def register(
-    transaction: transactions.SupportsInsert,
+    transaction: SupportsInsert,
     topic: str,
     message: messages.Message,
     attributes: Mapping[str, str] | None = None,
@@ -132,7 +133,7 @@ def register(
 
 
 def register_once(
-    transaction: transactions.SupportsReadInsert,
+    transaction: SupportsReadInsert,
     topic: str,
     message: messages.Message,
     attributes: Mapping[str, str] | None = None,
@@ -175,7 +176,7 @@ def register_with(insert: Callable[..., bool], task: Task) -> bool:
     return is_new
 
 
-def register_many(transaction: transactions.SupportsInsert, tasks: Collection[Task]) -> list[str]:
+def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[str]:
     """Add all tasks to `transaction` in one insert and return their IDs in the same order.
 
     Does what `register` does for each task, in less CPU time. If a task is refused, none is added.
@@ -205,7 +206,7 @@ def register_many(transaction: transactions.SupportsInsert, tasks: Collection[Ta
     return [row[0] for row in rows]
 
 
-def cancel(transaction: transactions.SupportsCancel, task_id: str) -> bool:
+def cancel(transaction: SupportsCancel, task_id: str) -> bool:
     """Delete an unsent task in `transaction`. Return False if it is sent or does not exist.
 
     The task may be in any unsent state: pending, retrying, scheduled, blocked or dead. If the transaction commits,
@@ -270,7 +271,7 @@ def next_heads(query: Query, task_id: str, deleted_before: Collection[str] = ())
     return [id for (id,) in query(layout.sql(NEXT_OF_KEYS), {"ids": [*deleted_before, task_id]})]
 
 
-def delete(transaction: transactions.SupportsDelete, task_id: str, heads: Iterable[str]) -> None:
+def delete(transaction: SupportsDelete, task_id: str, heads: Iterable[str]) -> None:
     """Buffer the release of `heads`, and the deletion of a task."""
     if rows := [(id, None, None) for id in heads]:
         transaction.update(TABLE, ("Id", *RELEASED), rows)

@@ -23,7 +23,8 @@ from outbox_pipeline.spark import session
 from outbox_pipeline.spark.session import is_submitted, redirect_stderr
 from publishworker.process import DONE, FAILED, WORK_LEFT
 from publishworker.process.worker_settings import RelaySettings, add_deadline
-from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics, client
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "refused", "lost", "not_applied")

@@ -126,17 +126,17 @@ def change(
     selection's `as_of`.
     """
     id = id or operations.new_id()
-    selection = begin(table, name, selection, author, id=id, selected=selected) or selection
+    selection, _ = begin(table, name, selection, author, id=id, selected=selected)
     return _Change(table, name, selection, author).outcomes(Progress(id))
 
 
 def begin(
     table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int
-) -> TaskSelection | None:
+) -> tuple[TaskSelection, bool]:
     """Record a change for a `resume`, and return what it is of. `selected` is the number of tasks of the preview.
 
-    The IDs of a restore or a resend are in the order of their keys. Return None, and record nothing, if the operation
-    exists, because a form may be sent twice.
+    The IDs of a restore or a resend are in the order of their keys. Return also whether the change was recorded: not if
+    the operation exists, because a form may be sent twice.
     """
     check(name, selection)
     selection = previewed(table, selection)
@@ -155,7 +155,7 @@ def begin(
         operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
         return True
 
-    return selection if table.transact(f"outbox-{name}", work) else None
+    return selection, table.transact(f"outbox-{name}", work)
 
 
 def continued(table: TaskTable, id: str) -> Operation:
@@ -380,7 +380,8 @@ def _examined(row: Row, seen: Collection[str], exists: Collection[str]) -> Row:
 
 def _outcome(ids: Sequence[str], rows: Sequence[Row], exists: Collection[str]) -> Outcome:
     unchanged = [row for row in rows if not row.matches]
-    absent = [id for id in ids if id not in {row.id for row in rows}]
+    found = {row.id for row in rows}
+    absent = [id for id in ids if id not in found]
     return Outcome(
         changed=tuple(row.id for row in rows if row.matches),
         unchanged={row.id: row.state for row in unchanged}

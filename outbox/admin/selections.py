@@ -234,11 +234,11 @@ def chunks(
     A chunk has at most CHUNK tasks. Raises OutboxError if the position is malformed, or if the number of shards was
     changed since it was recorded.
     """
+    layout, column = table.layout, _shard_column(table, selection)  # first: another thread may replace the layout
     (done, after), limits = next_chunk(table, selection, position), (min(CHUNK, most or CHUNK), max_bytes)
     if selection.ids is not None:
         yield from _chunks_of_ids(table, selection, done, limits)
         return
-    layout, column = table.layout, _shard_column(table, selection)
     topics = [] if selection.state in operator_sql.ENDED else _topics(table, selection)
     for shard in _shards(table, selection)[done:]:
         values = selection.values | {"topics": topics, "shard": shard, "limit": PAGE}

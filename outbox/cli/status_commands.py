@@ -127,7 +127,7 @@ def follow(read: Callable[[], T], seconds: float, remark: str = "") -> Iterator[
 
     Raises PositionExpired, and what the first call raises, because that is probably permanent, such as a missing table.
     """
-    succeeded = failed = False
+    succeeded, noted = False, ""
     while True:
         try:
             found = read()
@@ -136,12 +136,12 @@ def follow(read: Callable[[], T], seconds: float, remark: str = "") -> Iterator[
         except OutboxError as error:
             if not succeeded or isinstance(error, PositionExpired):
                 raise
-            if not failed:
+            if str(error) != noted:
+                noted = str(error)
                 note(f"{error}. Retrying{remark}")
-            failed = True
             time.sleep(seconds)
         else:
-            succeeded, failed = True, False
+            succeeded, noted = True, ""
             yield found
 
 

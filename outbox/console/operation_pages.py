@@ -159,7 +159,7 @@ class Action:
 
     def begin(self, visit: Visit, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
         """Record the operation. Return False if it exists. Raises Refused, OutboxError."""
-        return bool(admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=selected))
+        return admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=selected)[1]
 
     def _continue(self, visit: Visit) -> Response:
         operation, _ = _found(visit)

@@ -46,6 +46,8 @@ _SETTINGS = {"delta.enableExpiredLogCleanup": "false", "delta.appendOnly": "true
 #: Fields of `Window` that its commit does not have.
 _OF_LOG = ("version", "operation", "purged")
 _PREFIX, _RUN = "window=", "run="
+#: Bytes of one read of a file: an object store answers each with a request.
+_PIECE_BYTES = 8_000_000
 #: Max files that the driver reads at once.
 _THREADS = 8
 
@@ -164,10 +166,18 @@ class Log:
 
     def sha256(self, path: str) -> str:
         """Return the SHA-256 of a file of the archive, such as the commit of a window, which has that of its files."""
+        from deltalake.exceptions import DeltaError  # noqa: PLC0415 - see above
         from deltalake.fs import DeltaStorageHandler  # noqa: PLC0415 - see above
 
-        with self._errors(), DeltaStorageHandler(self._folder).open_input_file(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256()
+        try:
+            with DeltaStorageHandler(self._folder).open_input_file(path) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    found.update(piece)
+        except (DeltaError, OSError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise OutboxError(f"{path} of the archive {self._folder} cannot be read: {reason}. Restore it") from error
+        return found.hexdigest()
 
     def _refreshed(self) -> "DeltaTable | None":
         """Read the commits that are new. Return the table, or None if there is no log."""

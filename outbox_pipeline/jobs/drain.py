@@ -22,7 +22,7 @@ from pyspark.sql.types import StringType, StructType
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import ROUND, Backoff
-from outbox.base.values import counted
+from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.table.states import UNSENT
@@ -34,7 +34,8 @@ from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.store import SpannerStore, any_to_send
 from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.metrics import Client, Metric, Metrics, client
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import Client, Metric, Metrics
 
 #: What a worker counts, and the relay's metric for each count.
 _COUNTED = {
@@ -135,12 +136,17 @@ def _round(
         errors = [error for each in results if (error := each.pop("last_error"))]
         return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
     finally:
-        try:
-            for id in ids:  # workers that were killed and not restarted left theirs
+        left: dict[str, StoreError] = {}
+        for id in ids:  # workers that were killed and not restarted left theirs
+            try:
                 store.delete_heartbeat(id)
-        except StoreError as error:
-            text = "Heartbeats were not deleted; other workers take over after the liveness timeout: %s"
-            _log.warning(text, error, extra={"action": "leave"})
+            except StoreError as error:
+                left[id] = error
+        if left:
+            _log.warning(
+                "%s (%s) not deleted; other workers take over after the liveness timeout: %s",
+                counted(len(left), "heartbeat"), listed(left), next(iter(left.values())), extra={"action": "leave"},
+            )  # fmt: skip
 
 
 def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -340,12 +340,8 @@ def _rejecting(folder: str | None) -> Iterator[_Reject]:
 
     The file gets its name when the Spark task ends, so an attempt that is killed does not damage that of another one.
     """
-    files: list[Any] = []
-    if folder is not None:
-        system, path = FileSystem.from_uri(folder)
-        task: Any = TaskContext.get()
-        name = f"{path}/part-{task.partitionId():05}.json"
-        unfinished = f"{name}.{task.taskAttemptId()}"
+    task: Any = TaskContext.get()
+    opened: list[tuple[Any, str, Any]] = []  # the file system, the name at the end and the stream, after the first row
 
     def reject(row: dict[str, Any]) -> None:
         if folder is None:
@@ -354,15 +350,21 @@ def _rejecting(folder: str | None) -> Iterator[_Reject]:
                 f"{(row['line'] or json_line(row | {'reason': None}))[:1000]}. "
                 "Correct it, or pass the option rejects, a folder for rejected rows"
             )
-        if not files:
+        if not opened:
+            system, path = FileSystem.from_uri(folder)
             system.create_dir(path, recursive=True)
-            files.append(system.open_output_stream(unfinished, buffer_size=_FILE_BYTES))
-        files[0].write(f"{json_line(row)}\n".encode())
+            name = f"{path}/part-{task.partitionId():05}.json"
+            stream = system.open_output_stream(f"{name}.{task.taskAttemptId()}", buffer_size=_FILE_BYTES)
+            opened.append((system, name, stream))
+        opened[0][-1].write(f"{json_line(row)}\n".encode())
 
-    yield reject
-    for file in files:
-        file.close()
-        system.move(unfinished, name)
+    try:
+        yield reject
+    finally:
+        for _, _, stream in opened:
+            stream.close()
+    for system, name, _ in opened:
+        system.move(f"{name}.{task.taskAttemptId()}", name)
 
 
 @dataclass

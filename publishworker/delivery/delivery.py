@@ -75,8 +75,8 @@ class Delivery:
         self._is_committed = False
         self._error: str | None = None
 
-    # The relay's thread reads these properties while the batch runs on its own. Each is one value that the batch
-    # replaces, so it is whole at any time, and at most one step old.
+    # The relay's thread reads these properties while the batch runs on its own. The batch replaces values as a whole,
+    # so each is consistent at any time, and at most one step old.
 
     @property
     def unmarked(self) -> frozenset[str]:

@@ -36,7 +36,8 @@ from publishworker.pubsub.publisher import topic_filter
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, any_to_send, topics_to_send
 from publishworker.spanner.write_errors import describe
-from publishworker.telemetry.metrics import Metrics, client
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.availability import split_valid
 
 _ONE_REGION = (

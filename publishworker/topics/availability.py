@@ -24,7 +24,7 @@ from publishworker.types import Candidate, Claim, Delivered, Failed, Kind
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
 #: must apply an operator's change within 10 s.
 CONTROLS_SECONDS = 8.0
-#: Seconds after which a topic without tasks is forgotten: its open circuit is closed, and a gauge of
+#: Seconds after which a topic without tasks is forgotten: its open circuit is closed, it is not polled, and a gauge of
 #: it that has become 0 is not sent any more. Until then it is sent, because a graph keeps the last value.
 FORGET_TOPIC_SECONDS = 600.0
 

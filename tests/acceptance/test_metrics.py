@@ -21,7 +21,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.metrics import Metrics, attribute_of, client, unit_of
+from publishworker.telemetry.clients import attribute_of, client, unit_of
+from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Delivered, Published
 from tests.support.container import altered, settings

@@ -8,7 +8,8 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from publishworker.telemetry.metrics import PIPELINE, attribute_of
+from publishworker.telemetry.clients import attribute_of
+from publishworker.telemetry.metrics import PIPELINE
 from tests.manifests.rendering import validate
 from tests.manifests.test_datadog import ALARM, BURN_RATE, METRIC, MONITORS, OURS, ROOT, SLO
 

@@ -27,7 +27,7 @@ from outbox_pipeline.jobs.audit_transforms import EFFECTS
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.spark_tasks import read_partitions
 from outbox_pipeline.spark.stack_traces import spark_errors
-from publishworker.telemetry import metrics
+from publishworker.telemetry import clients
 from tests.support.avro import SCHEMA, avro_message, write_avro
 from tests.support.fakes import serialized
 from tests.support.operations import insert_cancelled, row
@@ -131,7 +131,7 @@ def test_the_exit_code_is_1_if_a_task_is_lost(
     for name in ("project", "instance", "database"):
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(case.target, name))
     client = mock.Mock()
-    monkeypatch.setattr(metrics, "_datadog", lambda: client)
+    monkeypatch.setattr(clients, "_datadog", lambda: client)
     file = str(case.folder / "received.parquet")
     columns = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>"
     messages = [("1", AT, {TASK_ID_ATTRIBUTE: "one"}), ("2", AT, {TASK_ID_ATTRIBUTE: "one"})]

@@ -22,7 +22,7 @@ from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive_files import commit_name
 from outbox_pipeline.jobs.texts import sha256_of
 from outbox_pipeline.spark.files import Folder
-from publishworker.telemetry import metrics
+from publishworker.telemetry import clients
 from tests.support.certificates import Place, data, new_key, payload
 from tests.support.operations import row
 from tests.support.pipeline import Case, received, remove, write_lines
@@ -88,7 +88,7 @@ def test_days_are_certified_verified_offline_and_prove_their_tasks(
     case: Case, place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     client = mock.Mock()
-    monkeypatch.setattr(metrics, "_datadog", lambda: client)
+    monkeypatch.setattr(clients, "_datadog", lambda: client)
     first, second = (place.path(f"certificate-{day:%Y-%m-%d}.json") for day in DAYS[:2])
     assert certify(case, place, DAYS[0], "one") == 0
     assert capsys.readouterr().out.startswith("COMPLETE: 5 tasks delivered\n")

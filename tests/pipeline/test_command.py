@@ -39,7 +39,7 @@ from outbox_pipeline.source.parts import KeyPart, cancelled
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark import session
 from outbox_pipeline.spark.stack_traces import _ON_EXECUTOR, _PACKED, error_from, spark_errors
-from publishworker.telemetry import metrics
+from publishworker.telemetry import clients
 from tests.support import pipeline
 from tests.support.operations import insert, insert_cancelled, row, rows_of
 from tests.support.processes import Finished, run
@@ -138,7 +138,7 @@ def test_an_expected_error_is_one_sentence(job: Jobs, tmp_path: Path, capsys: py
 
 def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     client = mock.Mock()
-    monkeypatch.setattr(metrics, "_datadog", lambda: client)
+    monkeypatch.setattr(clients, "_datadog", lambda: client)
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}, "{")
     assert job("register", "--input", file, "--rejects", tmp_path / "no") == 1
     assert client.increment.call_args_list == [

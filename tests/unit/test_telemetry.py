@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -339,8 +340,8 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
 
 
 def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Counted()
-    metrics = Metrics(client, lambda: 0.0)
+    client, clock = Counted(), mock.Mock(return_value=0.0)
+    metrics = Metrics(client, clock)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent", lambda _table, _age: now)
     send_backlog(metrics, History(), ["known"], None)
@@ -353,6 +354,10 @@ def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPat
         (m.TOPIC_TASKS.name, "topic:orders", "state:pending"): 0,
         (m.TOPIC_TASKS.name, "topic:paused", "state:paused"): 0,
     }
+    clock.return_value = 600.0
+    client.gauges.clear()
+    send_backlog(metrics, History(), [], None)
+    assert client.gauges == {(m.PENDING.name,): 0}  # ten minutes after the last task, also for the known topic
 
 
 class Sampler(BacklogSampler):

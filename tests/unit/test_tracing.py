@@ -28,7 +28,7 @@ from outbox.testing import RecordingTransaction
 from publishworker.log import ThrottledLog
 from publishworker.pubsub import publisher
 from publishworker.pubsub.publisher import publish_span, trace_id
-from publishworker.telemetry import metrics
+from publishworker.telemetry import clients
 from publishworker.types import Failed, Published
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
@@ -254,7 +254,7 @@ def test_the_exporter_has_the_protocol_of_the_variables(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert metrics._exporter_class() == expected
+    assert clients._exporter_class() == expected
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_a_protocol_that_cannot_be_used_is_a_sentence(
     variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, OF_GRPC, None)
-    monkeypatch.setattr(metrics, "_LostMetrics", lambda *_names: None)  # it would take the loggers of this process
+    monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)  # it would take the loggers of this process
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=sentence):
-        metrics.client("opentelemetry")
+        clients.client("opentelemetry")
 
 
 @pytest.mark.parametrize(("value", "exports"), [("none", False), ("None", False), ("otlp", True), ("", True)])
@@ -283,9 +283,9 @@ def test_the_variable_of_the_exporter_turns_metrics_off(
 ) -> None:
     """Nothing is imported or started then, and no value of another variable matters."""
     created = object()
-    monkeypatch.setattr(metrics, "_opentelemetry", lambda: created)
+    monkeypatch.setattr(clients, "_opentelemetry", lambda: created)
     monkeypatch.setenv(EXPORTER, value)
-    assert metrics.client("opentelemetry") is (created if exports else None)
+    assert clients.client("opentelemetry") is (created if exports else None)
 
 
 @pytest.mark.parametrize(
@@ -305,10 +305,10 @@ def test_a_wrong_variable_is_refused_or_logged_and_metrics_are_not_called_lost(
         for attribute in ("handlers", "propagate", "level"):
             monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # as in the worker
-    monkeypatch.setattr(metrics, "_exporter_class", lambda: ConsoleMetricExporter)
+    monkeypatch.setattr(clients, "_exporter_class", lambda: ConsoleMetricExporter)
     monkeypatch.setenv(variable, value)
     try:
-        made = metrics.client("opentelemetry")
+        made = clients.client("opentelemetry")
     except SettingError as error:
         said = str(error)
     else:
