@@ -269,6 +269,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     # inputs
     "an archived file is changed": (files(PARQUET, flipped), r"part-0\.parquet was changed since .*21\.json"),
     "an archived file is removed": (files(PARQUET, Path.unlink), r"lacks window=20261121.*part-0\.parquet"),
+    "an archived file is a folder": (files(PARQUET, by_folder), r"lacks window=20261121.*part-0\.parquet"),
     "an archived file is added": (files(PARQUET, copied("part-1.parquet")), r"part-1\.parquet was added since"),
     "a commit is changed": (files(COMMIT, flipped), r"21\.json was changed since"),
     "a received file is changed": (files(RECEIVED, flipped), r"received/21/1\.jsonl was changed since .*21\.json"),
@@ -280,6 +281,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a proof has a float": (proof(place=2.0), "is not a proof: TypeError"),
     "a proof begins at an inner node": (text(inner_node, "proof.json"), "does not prove that"),
     "a proof is for another certificate": (proof(certificate="0" * 64), "which was not given"),
+    "a proof is nested too deep": (text(lambda _: DEEP, "proof.json"), "is not a proof: RecursionError"),
     "a proof has a name twice": (text(lambda found: b'{"task_id": "1",' + found[1:], "proof.json"), "occurs twice"),
 }  # fmt: skip
 

@@ -160,3 +160,18 @@ def test_a_stream_with_too_many_partitions_counts_as_a_failure(
         assert lines() == ["change_stream_failed"]
         monkeypatch.setattr(change_stream, "MAX_PARTITIONS", 2)
         eventually(lambda: stream.works and len(lines()) == 2, seconds=60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_of_a_partition_that_ends_without_an_error_is_replaced(
+    database: Scripted, lines: Callable[[], list[str]]
+) -> None:
+    """As if it had been killed: the partition is silent, which counts as a failure."""
+    with reading(database) as stream:
+        eventually(lambda: stream.works, seconds=60)
+        database.errors["b"] = SystemExit()
+        eventually(lambda: not stream.works, seconds=60)
+        eventually(lambda: lines() == ["change_stream_failed"], seconds=60)
+        database.errors.clear()
+        eventually(lambda: lines() == ["change_stream_failed", "change_stream_works"], seconds=60)
+        assert stream.works

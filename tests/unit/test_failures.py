@@ -15,7 +15,7 @@ from outbox.table.states import NEVER
 from publishworker.delivery.rules import should_record
 from publishworker.pubsub.failures import REASONS, FailureKind, failure_kind, is_refused
 from publishworker.pubsub.publisher import failure_of
-from publishworker.spanner.write_errors import Refused, describe
+from publishworker.spanner.write_errors import Refused, StoreError, describe
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, NotSent
 from tests.support.parts import Bench, claim_of, policy
@@ -273,6 +273,8 @@ def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
         assert recorded.dead is dead
         assert dead or 0 < wait(recorded) <= 3600
     assert 1800 <= wait(record(Failed(reason, "no"), 500)) <= 3600
+    scheduled = LockedRow("a", "orders", b"", None, NOW - OLD, NOW, None)  # it is old, and just due
+    assert not policy(dead_after=3600, max_attempts=1).failed_attempt(scheduled, Failed(reason, "no"), NOW).dead
 
 
 @pytest.mark.parametrize("failure", [REFUSED, TARGET, AWAY, ODD])
@@ -342,3 +344,13 @@ def test_the_text_of_a_service_ends_without_a_full_stop() -> None:
         raise error
     answer = SimpleNamespace(code=lambda: grpc.StatusCode.UNAVAILABLE, details=lambda: "Try later.")
     assert failure_of(answer, "orders", str).error == "orders: Try later"
+
+
+def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
+    bench.insert("bad")
+    bench.publisher.failing["bad"] = REFUSED
+    bench.commits(StoreError("deadline exceeded"))
+    assert bench.relay.turn().failed == 1
+    assert (states(bench), bench.count(m.DEAD)) == ({"bad": "ready"}, 0)
+    bench.turns()
+    assert (states(bench), bench.count(m.DEAD)) == ({"bad": "dead"}, 1)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -266,3 +267,21 @@ def test_each_item_is_in_one_list_and_lists_do_not_overlap() -> None:
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "outbox")
+
+
+def test_an_error_reaches_the_thread_that_processes_and_loses_no_item() -> None:
+    """The items that were not processed are in the next list."""
+    answers: Iterator[Exception | None] = iter([LookupError(), None])
+    lists = list[list[str]]()
+
+    def process(items: list[str]) -> None:
+        lists.append(items)
+        collector._items.extend([("left", 0.0)] * (len(lists) == 1))
+        if error := next(answers):
+            raise error
+
+    collector = Collector(process, 5, 0.0)
+    with pytest.raises(LookupError):
+        collector.add("a")
+    collector.add("b")
+    assert lists == [["a"], ["left", "b"]]

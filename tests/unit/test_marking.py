@@ -286,3 +286,26 @@ def test_a_refused_at_most_once_task_does_not_delay_a_shutdown() -> None:
     began = bench.seconds
     bench.relay.finish()
     assert bench.seconds - began < 1
+
+
+def test_while_every_mark_is_refused_few_rows_are_tried_alone() -> None:
+    """Each task is sent once."""
+    bench = Bench(size=100)
+    bench.insert(*[str(number) for number in range(100)])
+    bench.store.refused.update(bench.store.rows)
+    bench.run_for(30)
+    assert sum(bench.store.claimed.values()) < 600
+    bench.store.refused.clear()
+    bench.run_for(120)
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_an_at_most_once_task_that_was_not_tried_in_time_is_unsent_again(bench: Bench) -> None:
+    bench.insert("late", "early", at_most_once=True)
+    bench.publisher.out_of_time.add("late")
+    bench.relay.turn(), bench.relay.turn(), bench.relay.turn()
+    assert (bench.publisher.ids(), bench.unsent()) == (["early"], ["late"])
+    assert (bench.store.rows["late"].attempts, bench.store.rows["late"].last_error) == (0, None)
+    bench.publisher.out_of_time.clear()
+    bench.turns()
+    assert (bench.unsent(), bench.count(m.UNCONFIRMED)) == ([], 0)

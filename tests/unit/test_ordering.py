@@ -193,19 +193,19 @@ def test_a_task_that_was_deferred_while_a_batch_had_lost_its_locks_is_released(b
 
 
 def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
-    """They wait neither for the rest of their hour nor for the head's backoff beyond its expiry."""
-    in_a_minute = bench.store.now + timedelta(seconds=60)
+    """They wait neither for the rest of their minute nor for the head's backoff beyond its expiry."""
+    soon = bench.store.now + timedelta(seconds=20)
     bench.line("dead", "a", key="k")
     bench.line("failing", "b", key="l")
-    bench.line("seen later", key="m", expires_at=in_a_minute, available_at=NEVER, attempts=1)
+    bench.line("seen later", key="m", expires_at=soon, available_at=NEVER, attempts=1)
     bench.line("c", key="m")
     for id in ("dead", "failing"):
-        bench.change(id, expires_at=in_a_minute)
+        bench.change(id, expires_at=soon)
     bench.publisher.failing = {"dead": REFUSED, "failing": UNKNOWN}
     bench.relay = bench.another(retries={"initial": 900})
     bench.turns()
     assert bench.publisher.ids() == []
-    bench.wait(61)
+    bench.wait(21)
     bench.turns()
     assert sorted(bench.publisher.ids()) == ["a", "b", "c"]
 

@@ -7,10 +7,11 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -319,3 +320,39 @@ def test_a_topic_that_accepts_nothing_ends_the_resend_with_a_sentence(
         resending.send(publisher, REPLAY, to_resend("a", "b"))
     assert type(raised.value) is error
     assert sum(no_waiting) == (resending.PATIENCE_SECONDS if error is NotReached else 0)
+
+
+def slow_publish(server: PubSubServer, *seconds: float) -> Callable[[Sequence[LockedRow]], dict[str, str]]:
+    now, left = [0.0], [*seconds]
+    poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "no schema"))
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        if len(request.messages) > 1 and left:
+            now[0] += left.pop(0)
+        return poison(request, context)
+
+    server.publish = answer
+    publisher = publisher_to(server.address, clock=lambda: now[0])
+
+    def publish(rows: Sequence[LockedRow]) -> dict[str, str]:
+        outcomes = publisher.publish("orders", rows, 5)
+        return {id: getattr(outcome, "reason", "sent") for id, outcome in outcomes.items()}
+
+    return publish
+
+
+@pytest.mark.parametrize(
+    ("key", "seconds", "bound", "sizes"),
+    [
+        ("k", (1, 3), 10_000, [1, 1, 2, 2, 4]),  # of a key, the half in which the culprit is
+        (None, (3,), 2, [1, 1, 2, 4]),  # the oldest are forgotten, and share a request again
+    ],
+)
+def test_only_the_last_refused_tasks_are_published_singly(
+    server: PubSubServer, key: str | None, seconds: tuple[float, ...], bound: int, sizes: list[int]
+) -> None:
+    publish = slow_publish(server, *seconds)
+    with mock.patch("publishworker.pubsub.publisher.MAX_SEND_ALONE", bound):
+        assert publish([row(id, b"poison" if id == "b" else b"data", key) for id in "abcd"]) == {}
+    assert publish(rows("abcd", key)) == dict.fromkeys("abcd", "sent")
+    assert sorted(len(request.messages) for request in server.requests) == sizes
