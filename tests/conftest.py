@@ -78,6 +78,22 @@ def set_metrics() -> Iterator[Callable[[Any], None]]:
 
 
 @pytest.fixture
+def counter(set_metrics: Callable[[Any], None]) -> mock.Mock:
+    """The recorder of applications, which notes its calls."""
+    created = mock.Mock()
+    set_metrics(created)
+    return created
+
+
+@pytest.fixture
+def outcomes(counter: mock.Mock) -> list[str]:
+    """The outcomes of messages in the inbox, as they are counted."""
+    counted: list[str] = []
+    counter.increment.side_effect = lambda _name, _value, tags: counted.append(tags[1].partition(":")[2])
+    return counted
+
+
+@pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """A tracer provider for application, relay and subscriber, and its exported spans."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()

@@ -1,4 +1,4 @@
-"""Fixtures for operators' commands, a table whose every request is checked, and for asyncio."""
+"""Fixtures for operators' commands and pages, a table whose every request is checked, and for asyncio."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,13 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
+from starlette.testclient import TestClient
 
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from tests.support.commands import Commands
+from tests.support.console import console
 from tests.support.drivers import ACCOUNTS, ORDERS, STACKS, DbApi
 from tests.support.operations import Watch
 from tests.support.spanner import INSTANCE, PROJECT, fresh_database
@@ -36,6 +38,12 @@ def table(watch: Watch) -> TaskTable:
 @pytest.fixture
 def outbox(emulators: Emulators, database: Database) -> Commands:
     return Commands(emulators, database)
+
+
+@pytest.fixture
+def jane(database: Database) -> TestClient:
+    """A person at a console, who may do everything."""
+    return console(database)
 
 
 @pytest.fixture(scope="session")

@@ -40,27 +40,26 @@ HOSTILE = (
 )
 
 
-def test_hostile_rows_are_shown_as_text(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_rows_are_shown_as_text(database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visits, "FRESH_SECONDS", 3_600.0)
     for number, hostile in enumerate(HOSTILE):
         id, place = f"{number} {hostile}", {"Topic": hostile, "OrderingKey": hostile}
         dead = row(id, AvailableAt=NEVER, LastError=f"{hostile}\nsecond line", **place)
         insert(database, [dead, row(f"behind {number}", AvailableAt=FUTURE, BlockedBy=id, **place)])
     pause(database, *HOSTILE)
-    caller = console(database)
     for number, hostile in enumerate(HOSTILE):
         id = {"id": f"{number} {hostile}"}
-        filtered = caller.get("/tasks", params={"topic": hostile, "error": hostile}).text  # its fields keep the values
+        filtered = jane.get("/tasks", params={"topic": hostile, "error": hostile}).text  # its fields keep the values
         assert not re.search("<script>alert|<img", filtered)
         of_task = [("/task", id), ("/tasks/retry", id), ("/tasks/cancel", id)]
         of_topic = [("/topic", {"name": hostile}), ("/search", {"q": hostile})]
-        pages = {path: shown_as_text(caller, path, query) for path, query in [*of_task, *of_topic]}
+        pages = {path: shown_as_text(jane, path, query) for path, query in [*of_task, *of_topic]}
         assert escaped(hostile) in text(pages["/topic"])
-    shown_as_text(caller, "/tasks", {"state": "dead"})
-    shown_as_text(caller, "/blocked", {})
+    shown_as_text(jane, "/tasks", {"state": "dead"})
+    shown_as_text(jane, "/blocked", {})
     # The link of the overview leads to the topic itself.
-    links = [html.unescape(each) for each in re.findall(r'href="(/topic\?[^"]*)"', shown_as_text(caller, "/", {}))]
-    assert {"Resume" in caller.get(link).text for link in links} == {True}
+    links = [html.unescape(each) for each in re.findall(r'href="(/topic\?[^"]*)"', shown_as_text(jane, "/", {}))]
+    assert {"Resume" in jane.get(link).text for link in links} == {True}
 
 
 def shown_as_text(caller: TestClient, path: str, query: dict[str, str]) -> str:
@@ -87,7 +86,9 @@ WRONG_INFOS = (
 FIRST, LAST = datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
-def test_a_malformed_row_of_another_table_breaks_no_page(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_row_of_another_table_breaks_no_page(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any program may write these columns. Each page shows what it can."""
     insert(database, [row("a"), row("dead", AvailableAt=NEVER, LastError="x"), row("sent", SentAt=CREATED)])
     with database.batch() as batch:
@@ -103,18 +104,17 @@ def test_a_malformed_row_of_another_table_breaks_no_page(database: Database, mon
         batch.insert("AsynchronousTaskOperations", columns, rows)
     monkeypatch.setattr(visits, "FRESH_SECONDS", 3_600.0)
     monkeypatch.setattr(visits.Shared, "forget", mock.Mock())
-    caller = console(database)
     for path in ("/", "/operations", "/task?id=a", "/task?id=dead", "/task?id=sent", "/tasks/retry?id=dead"):
-        answer = caller.get(path)
+        answer = jane.get(path)
         assert answer.status_code == 200, (path, text(answer.text))
     for id, name, *_ in rows:
-        assert caller.get(f"/operation?id={id}").status_code == 200, id
+        assert jane.get(f"/operation?id={id}").status_code == 200, id
         if name == "retry":
-            answer = caller.post(f"/operation/continue-retry?id={id}", headers=SAME)
+            answer = jane.post(f"/operation/continue-retry?id={id}", headers=SAME)
             assert answer.status_code in (303, 400), (id, text(answer.text))
 
 
-def test_a_malformed_info_of_a_worker_breaks_no_page(database: Database) -> None:
+def test_a_malformed_info_of_a_worker_breaks_no_page(database: Database, jane: TestClient) -> None:
     with database.batch() as batch:
         columns = ("WorkerId", "SeenAt", "StartedAt", "LivenessTimeoutSeconds", "Info")
         now = TaskTable(opened(database)).now()
@@ -124,25 +124,23 @@ def test_a_malformed_info_of_a_worker_breaks_no_page(database: Database) -> None
             for started_at in (FIRST, now, LAST)
         ]
         batch.insert("AsynchronousTaskWorkers", columns, rows)
-    caller = console(database)
     for path in ("/", "/workers", "/topic?name=orders"):
-        answer = caller.get(path)
+        answer = jane.get(path)
         assert answer.status_code == 200, (path, text(answer.text))
 
 
-def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> None:
+def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database, jane: TestClient) -> None:
     insert(database, [row("a", AvailableAt=NEVER, LastError=f"internal: {'x' * 900}")])
     for path in ("/", "/tasks?state=dead"):
-        assert "x" * 150 in text(console(database).get(path).text)
+        assert "x" * 150 in text(jane.get(path).text)
 
 
-def test_a_topic_is_paused_by_a_named_person(database: Database) -> None:
+def test_a_topic_is_paused_by_a_named_person(database: Database, table: TaskTable, jane: TestClient) -> None:
     insert(database, [row("a")])
-    caller, table = console(database), TaskTable(opened(database))
     for place, form in (("pause", "reason=too+many+errors"), ("resume", "")):
-        answer = caller.post(f"/topic/{place}?name=orders", headers=SAME, content=form)
+        answer = jane.post(f"/topic/{place}?name=orders", headers=SAME, content=form)
         assert answer.status_code == 303, answer.text
-        shown = caller.get(answer.headers["location"]).text
+        shown = jane.get(answer.headers["location"]).text
         assert "Workers apply it within 10 seconds. 0 of 0 have reported since then." in shown
     assert [(each.operation, each.principal, each.reason) for each in admin.operations.latest(table, 10)] == [
         ("resume", "jane@example.com", None), ("pause", "jane@example.com", "too many errors"),
@@ -173,55 +171,51 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     assert TaskTable(table).controls() == {}
 
 
-def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retried(database: Database) -> None:
+def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retried(
+    database: Database, jane: TestClient
+) -> None:
     insert(database, [row(f"dead{n}", AvailableAt=NEVER, LastError=f"{'abc'[n % 3] * n}: x") for n in range(25)])
     insert(database, [row("broken", AvailableAt=NEVER, LastError="undecodable: not a message")])
-    caller = console(database)
-    page = caller.get("/").text
+    page = jane.get("/").text
     assert "All 26 groups of errors" in page
     assert page.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 20
-    assert caller.get("/?errors=all").text.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 26
-    task = text(caller.get("/task?id=broken").text)
+    assert jane.get("/?errors=all").text.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 26
+    task = text(jane.get("/task?id=broken").text)
     offered = [sentence in task for sentence in ("No retry can succeed", "Retry this task", "Cancel this task")]
     assert offered == [True, False, True]
-    assert "Retry this task" in caller.get("/task?id=dead1").text
-    assert "will be dead again" in caller.get("/tasks/retry?state=dead").text
+    assert "Retry this task" in jane.get("/task?id=dead1").text
+    assert "will be dead again" in jane.get("/tasks/retry?state=dead").text
 
 
-@pytest.mark.parametrize(
-    ("path", "form", "status", "sentence"),
-    [
-        ("/topic/ask?name=orders", "", 400, "The form is empty"),
-        ("/topic/ask?name=orders", "max-in-flight=5&unset=max-in-flight", 400, "The form sets and removes a value"),
-        ("/topic/ask?name=orders", "route=a%00b", 400, "instead.  'a\\x00b' is not"),
-        ("/topic/controls?name=orders", "reason=x", 400, "The form is empty"),
-        *(
-            (f"/topic/{place}", "", 400, "Unknown topic 'ordres'")
-            for place in ("pause?name=ordres", "resume?name=ordres", "controls?name=ordres&max-in-flight=5")
-        ),
-        ("/topic/pause?name=orders", f"reason={'x' * 1_001}", 400, "Reason  'xxx"),
-        ("/topic/pause", "", 404, "The address names no topic"),
-    ],
-)
-def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, status: int, sentence: str) -> None:
+def test_a_wrong_form_changes_nothing(database: Database, table: TaskTable, jane: TestClient) -> None:
     insert(database, [row("a")])
-    answer = console(database).post(path, headers=SAME, content=form)
-    assert (answer.status_code, sentence in text(answer.text)) == (status, True), text(answer.text)
-    assert TaskTable(opened(database)).controls() == {}
-    assert admin.operations.latest(TaskTable(opened(database)), 1) == []
+    for path, form, status, sentence in (
+        ("ask?name=orders", "", 400, "The form is empty"),
+        ("ask?name=orders", "max-in-flight=5&unset=max-in-flight", 400, "The form sets and removes a value"),
+        ("ask?name=orders", "route=a%00b", 400, "instead.  'a\\x00b' is not"),
+        ("controls?name=orders", "reason=x", 400, "The form is empty"),
+        ("pause?name=ordres", "", 400, "Unknown topic 'ordres'"),
+        ("resume?name=ordres", "", 400, "Unknown topic 'ordres'"),
+        ("controls?name=ordres&max-in-flight=5", "", 400, "Unknown topic 'ordres'"),
+        ("pause?name=orders", f"reason={'x' * 1_001}", 400, "Reason  'xxx"),
+        ("pause", "", 404, "The address names no topic"),
+    ):
+        answer = jane.post(f"/topic/{path}", headers=SAME, content=form)
+        assert (answer.status_code, sentence in text(answer.text)) == (status, True), text(answer.text)
+        assert table.controls() == {}
+        assert admin.operations.latest(table, 1) == []
 
 
-def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
+def test_search_finds_a_task_by_its_id_and_a_key(database: Database, jane: TestClient) -> None:
     insert(database, [row("order-31-a", OrderingKey="order-31"), row("order-31-b"), row("x", OrderingKey="key")])
-    caller = console(database)
-    assert caller.get("/search?q=order-31-a").headers["location"] == "/task?id=order-31-a"
-    assert caller.get("/search?q=x").headers["location"] == "/task?id=x"
-    assert re.findall(r'href="/task\?id=([^"]*)"', caller.get("/search?q=order-31").text) == [
+    assert jane.get("/search?q=order-31-a").headers["location"] == "/task?id=order-31-a"
+    assert jane.get("/search?q=x").headers["location"] == "/task?id=x"
+    assert re.findall(r'href="/task\?id=([^"]*)"', jane.get("/search?q=order-31").text) == [
         "order-31-a", "order-31-b", "order-31-a",
     ]  # fmt: skip
-    assert caller.get("/search?q=orde").text.count("/task?id=") == 2
-    assert "None" in text(caller.get("/search?q=ord").text)
-    assert "no index contains" in caller.get(f"/search?q={'a' * 32}").text
+    assert jane.get("/search?q=orde").text.count("/task?id=") == 2
+    assert "None" in text(jane.get("/search?q=ord").text)
+    assert "no index contains" in jane.get(f"/search?q={'a' * 32}").text
 
 
 ID = "00000000-0000-0000-0000-000000000001"
@@ -236,12 +230,8 @@ BOUNDED = (
     "/tasks?state=sent&follow=1", "/tasks?state=dead&order=attempts",
 )  # fmt: skip
 #: They read all tasks that match: the person must see the exact number before an action.
-EXACT = (
-    "/topic/controls?name=orders&unset=route",
-    "/tasks/retry?state=dead",
-    "/tasks/cancel?state=pending",
-    "/tasks/purge?state=sent",
-)
+ACTIONS = ("/tasks/retry?state=dead", "/tasks/cancel?state=pending", "/tasks/purge?state=sent")
+EXACT = ("/topic/controls?name=orders&unset=route", *ACTIONS)
 #: They read the sent tasks of growing windows of time until they have found enough.
 WINDOWS = tuple(f"/tasks?state=sent&{more}" for more in FILTERS if more.startswith(("topic", "error", "prefix")))
 

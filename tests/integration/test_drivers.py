@@ -115,15 +115,11 @@ def test_a_row_equals_that_of_outbox_register(
     assert expected[0][-1] is True
 
 
-def test_the_task_is_committed_and_rolled_back_with_the_order(
-    stack: DbApi, shop: Database, set_metrics: Callable[[Any], None]
-) -> None:
+def test_the_task_is_committed_and_rolled_back_with_the_order(stack: DbApi, shop: Database, counter: mock.Mock) -> None:
     """Nothing is left for the next transaction, and no lock. Each call counts once, whatever becomes of it.
 
     An ID that is taken fails the commit with an error of the layer, such as sqlalchemy.exc.IntegrityError.
     """
-    counter = mock.Mock()
-    set_metrics(counter)
     taken, lost, kept = (str(uuid.uuid4()) for _ in range(3))
     with stack.transaction() as handle:
         stack.order(handle, taken)
@@ -270,10 +266,8 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, shop: Database) -> Non
             assert stack.register_once(handle, "orders", b"", task_id=id) is True
 
     due = ["commit"]
-    with (
-        aborting(lambda call: call in due and due.pop() == call, another),
-        pytest.raises(Exception, match="could not be retried due to a concurrent modification"),
-    ):
+    failed = pytest.raises(Exception, match="could not be retried due to a concurrent modification")
+    with aborting(lambda call: call in due and due.pop() == call, another), failed:
         work()
     assert rows(shop, id, order) == ([], [id])
     with stack.transaction() as handle:
@@ -284,37 +278,27 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, shop: Database) -> Non
 def test_a_lost_answer_is_an_error(stack: DbApi, function: str) -> None:
     """The driver's `fetchall` returns no rows if it fails, which would look like an ID that exists, or a sent task."""
     arguments = ("orders", b"") if function == "register_once" else ()
-
-    def work() -> None:
-        with stack.transaction() as handle:
-            stack.call(function, handle, *arguments, task_id=str(uuid.uuid4()))
-
     error = pytest.raises(stack.errors.OperationalError, match="Roll back and run the transaction again")
-    with mock.patch.object(Cursor, "fetchall", return_value=[]), error:
-        work()
+    with mock.patch.object(Cursor, "fetchall", return_value=[]), error, stack.transaction() as handle:
+        stack.call(function, handle, *arguments, task_id=str(uuid.uuid4()))
 
 
 @pytest.mark.parametrize("stack_class", STACKS.values())
 def test_a_missing_table_is_named(empty_database: Database, stack_class: type[DbApi]) -> None:
-    calls: dict[str, tuple[Any, ...]] = {
-        "register": ("orders", b""),
-        "register_once": ("orders", b""),
-        "register_many": ([outbox.Task("orders", b"")],),
-        "cancel": (),
-        "process_once": (PubsubMessage(attributes={"asynchronous_task_id": "t"}),),
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, str]]] = {
+        "register": (("orders", b""), {}),
+        "register_once": (("orders", b""), {"task_id": "t"}),
+        "register_many": (([outbox.Task("orders", b"")],), {}),
+        "cancel": ((), {"task_id": "t"}),
+        "process_once": ((PubsubMessage(attributes={"asynchronous_task_id": "t"}),), {"consumer": "billing"}),
     }
-    options = {"register_once": {"task_id": "t"}, "cancel": {"task_id": "t"}, "process_once": {"consumer": "billing"}}
     with closing(stack_class(empty_database)) as stack:
-
-        def call(function: str) -> None:
-            with stack.transaction() as handle:
-                stack.call(function, handle, *calls[function], **options.get(function, {}))
-
-        for function in calls:
+        for function, (arguments, options) in calls.items():
             table = "ProcessedTasks" if function == "process_once" else "AsynchronousTasks"
             error = stack.errors.DatabaseError if function in ("register", "register_many") else outbox.OutboxError
-            with pytest.raises(error, match=f"table {table} is missing.*`outbox schema apply`"):
-                call(function)
+            missing = pytest.raises(error, match=f"table {table} is missing.*`outbox schema apply`")
+            with missing, stack.transaction() as handle:
+                stack.call(function, handle, *arguments, **options)
 
 
 def test_the_layer_above_the_driver_sees_each_statement(shop: Database) -> None:
@@ -380,10 +364,8 @@ def test_sessions_and_connections_of_sqlalchemy(shop: Database) -> None:
             session.begin()
         refused(lambda: register(session), "the session has no open transaction")
         other = sqlalchemy.create_engine("sqlite://")
-        with (
-            other.begin() as connection,
-            pytest.raises(TypeError, match=r"connection is sqlite3\.Connection\. It must"),
-        ):
+        foreign = pytest.raises(TypeError, match=r"connection is sqlite3\.Connection\. It must")
+        with other.begin() as connection, foreign:
             register(connection)
         other.dispose()
     assert rows(shop, *ids) == ([], ids)

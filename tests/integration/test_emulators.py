@@ -280,9 +280,7 @@ class Engines:
         (self.folder / "MODE").write_text(mode)
 
     def install(self, name: str) -> None:
-        script = self.folder / name
-        script.write_text(f"#!{sys.executable} -IS{ENGINE}")
-        script.chmod(0o755)
+        _script(self.folder / name, ENGINE)
 
     def calls(self) -> list[list[str]]:
         """Return the words of all calls but the questions; names and ports are cut off, as they differ in each run."""
@@ -361,8 +359,7 @@ def test_an_image_is_pulled_once(engines: Engines, capsys: pytest.CaptureFixture
 )
 def test_the_words_of_the_engine_are_reported(engines: Engines, mode: str, sentence: str) -> None:
     engines.mode(mode)
-    with pytest.raises(NotReached, match=sentence):
-        emulators.running().__enter__()
+    _expect_not_reached(sentence)
     assert engines.containers() == []
 
 

@@ -28,6 +28,10 @@ def test_importing_the_library_imports_no_worker_and_no_datadog() -> None:
     assert not [name for name in loaded if name.startswith(operators)]
 
 
+def test_loading_the_plugin_of_pytest_imports_no_google_client() -> None:
+    assert not [name for name in printed("import sys, publishworker.testing; print(*sys.modules)") if "google." in name]
+
+
 def test_only_the_command_imports_its_folder() -> None:
     for package in ("outbox", "publishworker", "outbox_pipeline"):
         for file in (ROOT / package).rglob("*.py"):

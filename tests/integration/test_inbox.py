@@ -1,8 +1,8 @@
 """The inbox on the emulators: one effect for each task, however often and by whom its message is delivered."""
 
 import base64
-import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -71,23 +71,12 @@ def published(ids: list[str], keys: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture
-def outcomes(set_metrics: Any) -> list[str]:
-    counted = list[str]()
-    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: counted.append(tags[1].partition(":")[2])))
-    return counted
-
-
 def test_concurrent_deliveries_have_one_effect(shop: Database, account: str) -> None:
     """Among them a handler that outlives its acknowledgement deadline: its message is delivered again meanwhile."""
     receive = inbox.Handler(shop, consumer="billing", **FAST)(pays(account))
-    id, ran = task(), list[bool]()
-    threads = [threading.Thread(target=lambda: ran.append(receive.process(message(id)))) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert sorted(ran) == [False, False, False, True]
+    id = task()
+    with ThreadPoolExecutor(4) as threads:
+        assert sorted(threads.map(receive.process, [message(id) for _ in range(4)])) == [False, False, False, True]
     assert cents(shop, account) == 1
 
 

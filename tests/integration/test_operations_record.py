@@ -392,21 +392,16 @@ def test_the_rate_limits_tasks_per_second(
     assert len([each for each in waits if 0 < each <= 1]) == 1, "the second chunk of the second process"
 
 
-@pytest.mark.parametrize(
-    ("selection", "topic", "sentence"),
-    [
+def test_a_resend_that_makes_no_sense_is_refused(database: Database, table: TaskTable):
+    insert(database, [row("a", SentAt=PAST)])
+    control(database, "orders", PublishTo="orders-v2")
+    for selection, topic, sentence in (
         (SENT, "orders-v2", "--to orders-v2 is the topic of the tasks"),
         (dataclasses.replace(SENT, topic=None, ids=("a",)), "orders", "--to orders is the topic of the tasks"),
         (SENT, "-", "--to: topic '-' is not a name that Pub/Sub allows"),
-    ],
-)
-def test_a_resend_that_makes_no_sense_is_refused(
-    database: Database, table: TaskTable, selection: TaskSelection, topic: str, sentence: str
-):
-    insert(database, [row("a", SentAt=PAST)])
-    control(database, "orders", PublishTo="orders-v2")
-    with pytest.raises(SettingError, match=sentence):
-        changes.resend_to(table, selection, topic)
+    ):
+        with pytest.raises(SettingError, match=sentence):
+            changes.resend_to(table, selection, topic)
     assert changes.resend_to(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
 
 

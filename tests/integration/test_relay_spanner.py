@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -89,7 +89,7 @@ def test_a_worker_starts_beside_the_open_transaction_of_a_killed_client(database
 
 
 def test_the_subscriber_receives_the_registered_messages(
-    database: Database, topic: str, subscription: Subscription
+    database: Database, topic: str, subscription: Subscription, set_metrics: Callable[[Any], None]
 ) -> None:
     """Byte for byte (A05, A06); nothing of a rolled back transaction (A02). Another service may write rows itself."""
 
@@ -98,12 +98,10 @@ def test_the_subscriber_receives_the_registered_messages(
         raise LookupError
 
     counted = Counted()
-    outbox.set_metrics(counted)
-    try:
-        with pytest.raises(LookupError):
-            database.run_in_transaction(roll_back)
-    finally:
-        outbox.set_metrics(None)
+    set_metrics(counted)
+    with pytest.raises(LookupError):
+        database.run_in_transaction(roll_back)
+    set_metrics(None)
     assert counted.counts == {m.REGISTERED.name: 1}  # of calls, so it may exceed the rows (A11)
     data = bytes(range(256)) + b"hell"
     with database.batch() as batch:

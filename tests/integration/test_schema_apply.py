@@ -58,15 +58,22 @@ def tables(database: Database) -> set[str]:
     return {name for (name,) in rows}
 
 
+def rewritten(statements: list[str], *pieces: tuple[str, str]) -> list[str]:
+    """Return the DDL with each piece replaced, apart from the table of cancelled tasks."""
+    for ours, theirs in pieces:
+        changed = [each if "TasksCancelled" in each else each.replace(ours, theirs) for each in statements]
+        assert changed != statements
+        statements = changed
+    return statements
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"shards": 1, "retention_days": 3650},
-        {"shards": 1000, "retention_days": None},
+        {}, {"shards": 1, "retention_days": 3650}, {"shards": 1000, "retention_days": None},
         {"shards": 7, "retention_days": 1, "change_stream": True},
     ],
-)
+)  # fmt: skip
 def test_apply_creates_everything_once(empty_database: Database, options: dict[str, Any]) -> None:
     """The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something."""
     wanted = ddl.statements(**options)
@@ -150,14 +157,9 @@ DIFFERENT = [
 
 
 def test_each_difference_is_named_and_nothing_is_created(empty_database: Database) -> None:
-    """All differences are named with both shapes, and a missing table is not created either."""
     wanted = ddl.statements(change_stream=True)
     other = [statement for statement in wanted if "AsynchronousTaskWorkers" not in statement]
-    for ours, theirs, *_ in DIFFERENT:
-        changed = [each if "TasksCancelled" in each else each.replace(ours, theirs) for each in other]
-        assert changed != other
-        other = changed
-    change(empty_database, *other)
+    change(empty_database, *rewritten(other, *(pieces[:2] for pieces in DIFFERENT)))
     with pytest.raises(SchemaDiffers) as caught:
         schema.apply(empty_database, wanted)
     sentences = [f"{part}: the database has {has}, expected {expected}" for _, _, part, has, expected in DIFFERENT]
@@ -189,12 +191,7 @@ def test_missing_columns_and_constraints_are_added(empty_database: Database) -> 
         ("  LastError   STRING(MAX),\n", "  Tenant STRING(MAX),\n"),
         ("  CONSTRAINT AsynchronousTasksOrderingKey CHECK (OrderingKey != '')", "  CHECK (OrderingKey != 'none')"),
     ]  # fmt: skip
-    older = [each for each in wanted if TO_SEND[6:] not in each]
-    for text, instead in gone:
-        changed = [each.replace(text, instead) for each in older]
-        assert changed != older
-        older = changed
-    change(empty_database, *older)
+    change(empty_database, *rewritten([each for each in wanted if TO_SEND[6:] not in each], *gone))
     with empty_database.batch() as batch:
         batch.insert("AsynchronousTasks", OLD_COLUMNS[:5], [["a", "orders", b"YWI=", 1, COMMIT_TIMESTAMP]])
     parts = ("column Attempts", "column LastError", "constraint AsynchronousTasksOrderingKey")
@@ -209,7 +206,6 @@ def test_missing_columns_and_constraints_are_added(empty_database: Database) -> 
 
 
 def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Database) -> None:
-    """A user's additions to our tables, and all other tables, are neither touched nor reported."""
     change(
         own_database,
         "ALTER TABLE AsynchronousTasks ADD COLUMN Tenant STRING(36)",
@@ -258,7 +254,6 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     rows = [["sent", "orders", b"YWI=", 1, then, then], ["unsent", "orders", b"YWJj", 2, then, None]]
     with empty_database.batch() as batch:
         batch.insert("AsynchronousTasks", OLD_COLUMNS, rows)
-
     old_poll = (
         "SELECT Id FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksByShardSentAtPriorityCreatedAt} "
         "WHERE Shard BETWEEN 0 AND 9 AND SentAt IS NULL ORDER BY Priority DESC, CreatedAt"
@@ -273,10 +268,8 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article-2.sql").read_text()))
     assert schema.apply(empty_database, ddl.statements()) == [(name, "exists") for name in ALL]
     assert query(empty_database, f"SELECT {', '.join(OLD_COLUMNS)} FROM AsynchronousTasks ORDER BY Id") == rows
-    assert query(empty_database, "SELECT Bytes, AtMostOnce, TimesSent FROM AsynchronousTasks ORDER BY Id") == [
-        [2, False, 0],
-        [3, False, 0],
-    ]
+    added = query(empty_database, "SELECT Bytes, AtMostOnce, TimesSent FROM AsynchronousTasks ORDER BY Id")
+    assert added == [[2, False, 0], [3, False, 0]]
     with empty_database.batch() as batch:
         batch.insert("AsynchronousTasks", OLD_COLUMNS[:5], [["old-writer", "orders", b"YWI=", 1, COMMIT_TIMESTAMP]])
         outbox.register(batch, "orders", b"new", ordering_key="key")

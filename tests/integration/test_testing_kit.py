@@ -1,15 +1,13 @@
 """The pytest plugin for applications: what a test gets, in one process and with pytest-xdist, and without emulators."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators
 from tests.support import processes
-from tests.support.processes import ROOT, Finished
+from tests.support.processes import Finished
 
 DDL = """
 CREATE TABLE Parents (Id STRING(36)) PRIMARY KEY (Id);
@@ -284,8 +282,3 @@ def test_parallel_runs_that_use_no_fixture_open_no_socket(tmp_path: Path) -> Non
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     assert "1 passed" in run(tmp_path, "-n", "1").stdout
     assert not opened.exists()
-
-
-def test_loading_the_plugin_imports_no_google_client() -> None:
-    code = "import sys, publishworker.testing; print([name for name in sys.modules if name.startswith('google.')])"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"

@@ -74,13 +74,9 @@ def rich_page() -> str:
     return page(rich())
 
 
-def parsed(text: str) -> ET.Element:
-    return ET.fromstring(text)
-
-
 def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
     data = rich()
-    [body] = parsed(rich_page).iter("body")
+    [body] = ET.fromstring(rich_page).iter("body")
     shown_text = " ".join(" ".join(body.itertext()).split())
     for name in CLASSES:
         assert re.search(rf"\b{data[name]:,} +{name.replace('_', ' ')}\b", shown_text), name
@@ -108,7 +104,7 @@ def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
 )
 def test_the_headline_says_whether_anything_is_lost(data: dict[str, Any], kind: str, headline: str) -> None:
     """Words and a sign say so, not only a color. Other faults are named with a link to their samples."""
-    verdict = next(parsed(page(data | {"samples": {"unknown": [{"task_id": "x"}]}})).iter("header"))
+    verdict = next(ET.fromstring(page(data | {"samples": {"unknown": [{"task_id": "x"}]}})).iter("header"))
     assert verdict.attrib["class"] == f"verdict {kind}"
     assert verdict.findtext("h1") == headline
     faults = "Other findings: 3 mismatched, 2 unknown." in "".join(verdict.itertext())
@@ -117,7 +113,7 @@ def test_the_headline_says_whether_anything_is_lost(data: dict[str, Any], kind: 
 
 
 def test_the_page_loads_nothing_and_runs_no_script(rich_page: str) -> None:
-    root = parsed(rich_page)
+    root = ET.fromstring(rich_page)
     ids = [each.attrib["id"] for each in root.iter() if "id" in each.attrib]
     assert len(ids) == len(set(ids))
     for each in root.iter():
@@ -136,7 +132,7 @@ def test_the_page_loads_nothing_and_runs_no_script(rich_page: str) -> None:
 
 
 def test_hostile_text_is_escaped(rich_page: str) -> None:
-    root = parsed(rich_page)
+    root = ET.fromstring(rich_page)
     assert root.findtext("head/title") == f"Audit of {HOSTILE[0]}"
     cells = {"".join(each.itertext()) for each in root.iter("td")}
     assert {escaped(text) for text in HOSTILE} <= cells

@@ -209,27 +209,22 @@ def test_an_empty_file_of_ids_changes_nothing():
 MAINS = {"outbox": cli.main, "publishworker": publishworker.main, "outbox-pipeline": pipeline.main}
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("publishworker rnu", "unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists"),
-        ("publishworker run --poll-intervall 2", "unknown flag '--poll-intervall'. Did you mean '--poll-interval'? "),
-        ("publishworker run --poll-int=2", "unknown flag '--poll-int'. Did you mean '--poll-interval'?"),
-        ("publishworker drain now", "unexpected argument 'now'. See `publishworker drain --help`"),
-        ("outbox status --projct x", "unknown flag '--projct'. Did you mean '--project'? `outbox s"),
-        ("outbox --projct x status", "unknown flag '--projct'. Did you mean '--project'? `outbox --help`"),
-        ("outbox retry --zzz", "unknown flag '--zzz'. `outbox retry --help` lists the flags"),
-        ("outbox-pipeline archvie", "unknown job 'archvie'. Did you mean 'archive'?"),
-    ],
-)
-def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(
-    line: str, error: str, capsys: pytest.CaptureFixture[str]
-):
-    program, *words = line.split()
-    assert MAINS[program](words) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"{program}: {error}")
+def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]):
+    for line, error in {
+        "publishworker rnu": "unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists",
+        "publishworker run --poll-intervall 2": "unknown flag '--poll-intervall'. Did you mean '--poll-interval'? ",
+        "publishworker run --poll-int=2": "unknown flag '--poll-int'. Did you mean '--poll-interval'?",
+        "publishworker drain now": "unexpected argument 'now'. See `publishworker drain --help`",
+        "outbox status --projct x": "unknown flag '--projct'. Did you mean '--project'? `outbox s",
+        "outbox --projct x status": "unknown flag '--projct'. Did you mean '--project'? `outbox --help`",
+        "outbox retry --zzz": "unknown flag '--zzz'. `outbox retry --help` lists the flags",
+        "outbox-pipeline archvie": "unknown job 'archvie'. Did you mean 'archive'?",
+    }.items():
+        program, *words = line.split()
+        assert MAINS[program](words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"{program}: {error}")
 
 
 def test_the_health_check_accepts_no_abbreviation(capsys: pytest.CaptureFixture[str]):
@@ -248,19 +243,17 @@ def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytes
     assert ("--project" in usage, "--project" in others) == (False, True)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "project"),
-    [
-        ("--project one", "", "one"), ("", "--project two", "two"), ("--project one", "--project two", "two"),
-        ("--project one --instance main --database shop", "", "one"),
-    ],
-)  # fmt: skip
-def test_global_flags_may_precede_or_follow_the_command(before: str, after: str, project: str):
+def test_global_flags_may_precede_or_follow_the_command():
     others = {"OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop", "OUTBOX_PROJECT": "environment"}
     for command in ("status", "show an-id", "schema apply"):
-        options = vars(parsed(*before.split(), *command.split(), *after.split()))
-        assert DatabaseSettings.read(options, others).project == project
-        assert DatabaseSettings.read(vars(parsed(*command.split())), others).project == "environment"
+        for words, project in {
+            f"--project one {command}": "one",
+            f"{command} --project two": "two",
+            f"--project one {command} --project two": "two",
+            f"--project one --instance main --database shop {command}": "one",
+            command: "environment",
+        }.items():
+            assert DatabaseSettings.read(vars(parsed(*words.split())), others).project == project, words
 
 
 def test_an_unknown_variable_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

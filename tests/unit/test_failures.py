@@ -1,6 +1,7 @@
 """Tasks that fail: recorded, retried, dead, or held back with their topic, and which failures count."""
 
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +220,6 @@ NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 MICROSECOND = timedelta(microseconds=1)
 OLD = timedelta(days=400)
-
 TARGET = Failed("not_found", "no")
 
 
@@ -277,10 +277,9 @@ def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
     assert not policy(dead_after=3600, max_attempts=1).failed_attempt(scheduled, Failed(reason, "no"), NOW).dead
 
 
-@pytest.mark.parametrize("failure", [REFUSED, TARGET, AWAY, ODD])
-def test_the_expiry_is_carried_over(failure: Failed) -> None:
+def test_the_expiry_is_carried_over() -> None:
     """A mark before publishing removed it from the row; a failure restores it."""
-    for expires_at in (None, NOW + HOUR, NOW - HOUR):
+    for failure, expires_at in product((REFUSED, TARGET, AWAY, ODD), (None, NOW + HOUR, NOW - HOUR)):
         assert record(failure, expires_at=expires_at).expires_at == expires_at
 
 
@@ -313,8 +312,7 @@ KINDS = {
     FailureKind.CONTENT: "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
     FailureKind.TARGET: "not_found permission_denied failed_precondition unimplemented",
     FailureKind.OUTAGE: "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown "
-    "unauthenticated "
-    "credentials",
+    "unauthenticated credentials",
 }
 
 

@@ -280,27 +280,22 @@ def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
     assert 100 < len(shown.shards) < 500
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"shards": 5, "circuits": 5, "settings": 5, "in_flight": "x", "host": None},
-        {"shards": [5, [1], [1, "2"], [0, 10**9], [5, 1], [True, 2]], "circuits": [5, None], "in_flight": -1},
-        {"circuits": [{"topic": 5, "open_seconds": 1e300, "seconds_to_probe": None}]},
-    ],
-)
-def test_an_info_that_no_worker_writes_breaks_no_command(info: Any) -> None:
+def test_an_info_that_no_worker_writes_breaks_no_command() -> None:
     """Any program may write the column."""
-    found = worker(info)
-    assert (found.shards, found.settings, found.number("in_flight")) == ([], {}, 0)
-    assert [(each.topic, each.since) for each in found.circuits] in ([], [("5", found.seen_at)])
+    for info, topics in (
+        ({"shards": 5, "circuits": 5, "settings": 5, "in_flight": "x", "host": None}, []),
+        ({"shards": [5, [1], [1, "2"], [0, 10**9], [5, 1], [True, 2]], "circuits": [5, None], "in_flight": -1}, []),
+        ({"circuits": [{"topic": 5, "open_seconds": 1e300, "seconds_to_probe": None}]}, ["5"]),
+    ):
+        found = worker(info)
+        assert (found.shards, found.settings, found.number("in_flight")) == ([], {}, 0)
+        assert [(each.topic, each.since) for each in found.circuits] == [(topic, found.seen_at) for topic in topics]
 
 
 def test_a_worker_tells_no_secret() -> None:
     """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
-    told = worker_info(settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x"), View(), Ring(), ())[
-        "settings"
-    ]
-    assert told == {"pubsub_endpoint": "10.0.0.1:443"}
+    own = settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x")
+    assert worker_info(own, View(), Ring(), ())["settings"] == {"pubsub_endpoint": "10.0.0.1:443"}
 
 
 def test_a_request_has_a_limited_number_of_ranges():

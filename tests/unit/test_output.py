@@ -43,20 +43,16 @@ def columns(text: str) -> int:
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, ""), (0, "0"), (-1_234_567, "-1,234,567"), (2**63 - 1, "9,223,372,036,854,775,807"), (True, "True"),
-        (1.5, "1.5"), (TIME, "2026-11-21T13:00:00.000005Z"), ("\x1b", r"\x1b"),
-        (TIME.astimezone(timezone(timedelta(hours=2))), "2026-11-21T13:00:00.000005Z"), ("\\", "\\"),
-        ("Grüße, 東京 🎉", "Grüße, 東京 🎉"), ("a\nb\r\tc", r"a\nb\r\tc"), ("\x1b[2J", r"\x1b[2J"), ("", ""),
-        ("\x9b2J", r"\x9b2J"),
-        ("a\xa0b", r"a\xa0b"), ("txt\u202egpj", r"txt\u202egpj"), ("\U000e0001", r"\U000e0001"), ("\ud800", r"\ud800"),
-    ],
-)  # fmt: skip
-def test_a_cell_is_readable(value: object, shown: str):
+def test_a_cell_is_readable():
     """NULL is empty, numbers have thousands separators, times are in UTC, unprintable text is escaped as in Python."""
-    assert cell(value) == shown
+    cells = {
+        None: "", 0: "0", -1_234_567: "-1,234,567", 2**63 - 1: "9,223,372,036,854,775,807", True: "True", 1.5: "1.5",
+        TIME: "2026-11-21T13:00:00.000005Z", "\x1b": r"\x1b", "\\": "\\", "Grüße, 東京 🎉": "Grüße, 東京 🎉",
+        "a\nb\r\tc": r"a\nb\r\tc", "\x1b[2J": r"\x1b[2J", "": "", "\x9b2J": r"\x9b2J", "a\xa0b": r"a\xa0b",
+        "txt\u202egpj": r"txt\u202egpj", "\U000e0001": r"\U000e0001", "\ud800": r"\ud800",
+    }  # fmt: skip
+    assert {value: cell(value) for value in cells} == cells
+    assert cell(TIME.astimezone(timezone(timedelta(hours=2)))) == cells[TIME]
 
 
 @pytest.mark.parametrize(

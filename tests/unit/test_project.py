@@ -21,8 +21,6 @@ from tools.release import problems
 
 ROOT = Path(__file__).parents[2]
 SLOWER = re.compile(r"pytest\.mark\.(extended|long)\b")
-
-
 TAG = re.compile(r"\bOUT-[A-Z]+-\d+\b")
 GUARANTEES = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
 #: The name of each guarantee, and its tests: each a file, and a function or an empty text for the whole file.
@@ -111,12 +109,11 @@ def test_each_file_matches_the_schema_of_github(schema: str, pattern: str) -> No
 
 def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
     """A renamed target or Dockerfile would be noticed only at the next release."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = "\n".join(step["run"] for step in STEPS if "run" in step)
     called = re.findall(r"\bmake ([a-z-]+)", commands)
     assert called == ["release-check", "dist", "docs"]
-    assert [name for name in called if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
-    [(file, test)] = re.findall(r"(tests/\S+\.py)::(\w+)$", makefile.partition("\ndist:")[2].partition("\n\n")[0])
+    assert [name for name in called if not re.search(rf"^{name}:", MAKEFILE, re.MULTILINE)] == []
+    [(file, test)] = re.findall(r"(tests/\S+\.py)::(\w+)$", MAKEFILE.partition("\ndist:")[2].partition("\n\n")[0])
     assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
     files = re.findall(r"(?:--file|bash) (\S+)", commands)
     assert files == [".ci/run", "k8s/Dockerfile"]

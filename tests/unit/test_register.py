@@ -86,17 +86,15 @@ class Number(enum.IntEnum):
 
 
 @pytest.mark.parametrize("of", [str, Text, Loud])
-def test_text_is_its_value_whatever_its_class(of: Callable[[str], str], set_metrics: Callable[[Any], None]) -> None:
+def test_text_is_its_value_whatever_its_class(of: Callable[[str], str], counter: mock.Mock) -> None:
     """In the row, in the metrics, and for the IDs that a transaction has already inserted."""
-    recorder = mock.Mock()
-    set_metrics(recorder)
     attributes = {of("key"): of("value")}
     row = registered(of("orders"), b"", attributes, ordering_key=of("key"), task_id=of("id"), priority=Number.SEVEN)
     expected = {"Topic": "orders", "OrderingKey": "key", "Id": "id", "Priority": 7}
     assert {name: row[name] for name in expected} == expected
     assert [type(row[name]) for name in expected] == [str, str, str, int]
     assert dict(row["message"].attributes) == {"key": "value", outbox.TASK_ID_ATTRIBUTE: "id"}
-    recorder.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
+    counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
     transaction = RecordingTransaction()
     outbox.register(transaction, "orders", b"", attributes, task_id=of("id"))
     assert outbox.register_once(transaction, of("orders"), b"", task_id="id") is False
@@ -177,10 +175,8 @@ def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str, na
         registered(topic, bytes(largest + 1), task_id="x")
 
 
-def test_a_broken_recorder_never_fails_the_caller(
-    set_metrics: Callable[[Any], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    set_metrics(mock.Mock(**{"increment.side_effect": OSError}))
+def test_a_broken_recorder_never_fails_the_caller(counter: mock.Mock, caplog: pytest.LogCaptureFixture) -> None:
+    counter.increment.side_effect = OSError
     with caplog.at_level(logging.WARNING, "outbox"):
         registered()
         registered()
@@ -261,17 +257,11 @@ def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: obje
     )
 
 
-ENDINGS: list[dict[str, Any]] = [{"committed": NOW}, {"rolled_back": True}]
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", [{"committed": NOW}, {"rolled_back": True}])
 @pytest.mark.parametrize("make", [Batch, Transaction, AsyncBatch, AsyncTransaction])
-def test_a_transaction_that_has_ended_is_refused(
-    make: type[Any], ending: dict[str, Any], set_metrics: Callable[[Any], None]
-) -> None:
+def test_a_transaction_that_has_ended_is_refused(make: type[Any], ending: dict[str, Any], counter: mock.Mock) -> None:
     """The client would buffer the insert, and never send it."""
-    counter, transaction = mock.Mock(), make(SESSION)
-    set_metrics(counter)
+    transaction = make(SESSION)
     vars(transaction).update(ending)
     calls: list[Callable[[], object]] = [
         lambda: outbox.register(transaction, "orders", b""),
@@ -288,9 +278,7 @@ def test_a_transaction_that_has_ended_is_refused(
     assert len(transaction._mutations) == counter.increment.call_count == 0
 
 
-def test_only_a_new_task_is_registered_and_counted(set_metrics: Callable[[Any], None]) -> None:
-    counter = mock.Mock()
-    set_metrics(counter)
+def test_only_a_new_task_is_registered_and_counted(counter: mock.Mock) -> None:
     transaction = Recorded("there")
     assert [once(transaction, id) for id in ("new", "new", "there")] == [True, False, False]
     assert [task.id for task in transaction.tasks] == ["new"]
@@ -311,15 +299,12 @@ def test_ids_are_forgotten_with_their_transaction() -> None:
     assert len(transactions._changes) == before
 
 
-WHOLE: dict[str, Any] = {
-    "priority": 7, "ordering_key": "k", "available_at": NOW, "expires_at": NOW + timedelta(hours=1), "task_id": "t",
-}  # fmt: skip
-
-
 def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:
     """The IDs are those of the tasks in their order, and so is the sequence."""
     single, many = RecordingTransaction(), RecordingTransaction()
-    tasks = [outbox.Task("orders", b"1", {"a": "b"}, **WHOLE), outbox.Task("invoices", b"2", at_most_once=True)]
+    times = {"available_at": NOW, "expires_at": NOW + timedelta(hours=1)}
+    whole = outbox.Task("orders", b"1", {"a": "b"}, priority=7, ordering_key="k", task_id="t", **times)
+    tasks = [whole, outbox.Task("invoices", b"2", at_most_once=True)]
     for task in tasks:
         outbox.register(single, **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
     ids = outbox.register_many(many, tasks)
@@ -336,15 +321,10 @@ def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:
 def test_columns_with_their_default_are_not_written() -> None:
     transaction = RecordingTransaction()
     outbox.register_many(transaction, [outbox.Task("orders", b"", priority=0)] * 2)
-    [(_, columns, rows)] = transaction.inserts
+    assert outbox.register_many(transaction, []) == []
+    [(_, columns, rows)] = transaction.inserts  # no task is no insert
     assert columns == ("Id", "Topic", "Data", "Priority", "Sequence", "CreatedAt")
     assert len(rows) == 2
-
-
-def test_no_task_is_no_insert() -> None:
-    transaction = RecordingTransaction()
-    assert outbox.register_many(transaction, []) == []
-    assert transaction.inserts == []
 
 
 @pytest.mark.parametrize(
@@ -356,12 +336,8 @@ def test_no_task_is_no_insert() -> None:
         (outbox.Task("invoices", b"", task_id="t"), outbox.InvalidMessage, r"tasks\[1\]: .* 't' is .* of tasks\[0\]"),
     ],
 )
-def test_one_refused_task_refuses_all(
-    bad: Any, kind: type[Exception], sentence: str, set_metrics: Callable[[Any], None]
-) -> None:
+def test_one_refused_task_refuses_all(bad: Any, kind: type[Exception], sentence: str, counter: mock.Mock) -> None:
     """The error names the task; nothing is buffered, counted or remembered."""
-    counter = mock.Mock()
-    set_metrics(counter)
     transaction = RecordingTransaction()
     with pytest.raises(kind, match=sentence):
         outbox.register_many(transaction, [outbox.Task("orders", b"", task_id="t"), bad])
@@ -377,9 +353,7 @@ def test_tasks_that_a_second_attempt_would_not_find_are_refused(wrong: Any) -> N
         outbox.register_many(RecordingTransaction(), wrong)
 
 
-def test_tasks_are_counted_by_topic_and_known_to_register_once(set_metrics: Callable[[Any], None]) -> None:
-    counter = mock.Mock()
-    set_metrics(counter)
+def test_tasks_are_counted_by_topic_and_known_to_register_once(counter: mock.Mock) -> None:
     transaction = RecordingTransaction()
     outbox.register_many(transaction, [outbox.Task(topic, b"") for topic in ("orders", "invoices", "orders")])
     calls = [mock.call("outbox.registered_task_count", n, [f"topic:{t}"]) for t, n in (("orders", 2), ("invoices", 1))]

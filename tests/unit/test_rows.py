@@ -2,7 +2,7 @@
 
 import re
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import grpc
@@ -41,65 +41,54 @@ def values(*row: Any) -> list[Value]:
     return list(created.values)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2026-01-01T12:00:00Z", datetime(2026, 1, 1, 12, tzinfo=UTC)),
-        ("2026-01-01T12:00:00.1Z", datetime(2026, 1, 1, 12, 0, 0, 100_000, tzinfo=UTC)),
-        ("2026-01-01T12:00:00.123456789Z", PRECISELY),  # nanoseconds are cut on both sides of a comparison
-        ("0001-01-01T00:00:00Z", datetime(1, 1, 1, tzinfo=UTC)),
-        ("9999-12-31T23:59:59.999999999Z", datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)),
-    ],
-)
-def test_every_time_that_spanner_has_is_read(text: str, expected: datetime) -> None:
-    [found] = relay_sql.candidates([values("a", "orders", 0, 0, text, text, None, 0)]).values()
-    assert (found.created_at, found.available_at) == (expected, expected)
+def test_every_time_that_spanner_has_is_read() -> None:
+    times = {
+        "2026-01-01T12:00:00Z": datetime(2026, 1, 1, 12, tzinfo=UTC),
+        "2026-01-01T12:00:00.1Z": datetime(2026, 1, 1, 12, 0, 0, 100_000, tzinfo=UTC),
+        "2026-01-01T12:00:00.123456789Z": PRECISELY,  # nanoseconds are cut on both sides of a comparison
+        "0001-01-01T00:00:00Z": datetime(1, 1, 1, tzinfo=UTC),
+        "9999-12-31T23:59:59.999999999Z": datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
+    }
+    found = relay_sql.candidates([values(text, "orders", 0, 0, text, text, None, 0) for text in times])
+    assert {id: each.created_at for id, each in found.items()} == times
+    assert {id: each.available_at for id, each in found.items()} == times
 
 
 def test_a_task_is_due_or_expired_exactly_at_its_time() -> None:
     before = PRECISELY - MICROSECOND
     task = LockedRow("a", "orders", b"", None, PRECISELY, available_at=PRECISELY, sent_at=None, expires_at=PRECISELY)
-    assert (task.is_due(before), task.is_due(PRECISELY), task.is_expired(before), task.is_expired(PRECISELY)) == (
-        False,
-        True,
-    ) * 2
+    assert [task.is_due(before), task.is_due(PRECISELY)] == [False, True]
+    assert [task.is_expired(before), task.is_expired(PRECISELY)] == [False, True]
     always = task._replace(available_at=None, expires_at=None)
     assert (always.is_due(before), always.is_expired(PRECISELY)) == (True, False)
 
 
-class Row(NamedTuple):
-    available_at: datetime | None
-    attempts: int = 0
-    is_blocked: bool = False
-
-
-@pytest.mark.parametrize(
-    ("row", "state"),
-    [
-        (Row(None), "pending"),
-        (Row(PRECISELY, attempts=3), "pending"),
-        (Row(PRECISELY, is_blocked=True), "pending"),
-        (Row(PRECISELY + MICROSECOND), "scheduled"),
-        (Row(PRECISELY + MICROSECOND, attempts=-1), "scheduled"),
-        (Row(PRECISELY + MICROSECOND, attempts=1), "retrying"),
-        (Row(NEVER - MICROSECOND, attempts=1), "retrying"),
-        (Row(PRECISELY + MICROSECOND, attempts=1, is_blocked=True), "blocked"),
-        (Row(PRECISELY + MICROSECOND, is_blocked=True), "blocked"),
-        (Row(NEVER, attempts=1, is_blocked=True), "dead"),
-        (Row(NEVER + MICROSECOND), "dead"),
-    ],
-)
-def test_a_task_is_in_one_state(row: Row, state: str) -> None:
+def test_a_task_is_in_one_state() -> None:
     """The rule for Arrow. Tests with the emulator check that of SQL."""
+    later = PRECISELY + MICROSECOND
+    available_at, attempts, blocked_by, states = zip(
+        (None, 0, None, "pending"),
+        (PRECISELY, 3, None, "pending"),
+        (PRECISELY, 0, "head", "pending"),
+        (later, 0, None, "scheduled"),
+        (later, -1, None, "scheduled"),
+        (later, 1, None, "retrying"),
+        (NEVER - MICROSECOND, 1, None, "retrying"),
+        (later, 1, "head", "blocked"),
+        (later, 0, "head", "blocked"),
+        (NEVER, 1, "head", "dead"),
+        (NEVER + MICROSECOND, 0, None, "dead"),
+        strict=True,
+    )
     time = pa.timestamp("us", "UTC")
     columns = {
-        "SentAt": pa.array([None], time),
-        "AvailableAt": pa.array([row.available_at], time),
-        "Attempts": pa.array([row.attempts]),
-        "BlockedBy": pa.array(["head" if row.is_blocked else None], pa.string()),
+        "SentAt": pa.nulls(len(states), time),
+        "AvailableAt": pa.array(available_at, time),
+        "Attempts": pa.array(attempts),
+        "BlockedBy": pa.array(blocked_by, pa.string()),
     }
-    assert arrow_states(pc, columns, PRECISELY).to_pylist() == [state]
-    assert is_dead(row.available_at) == (state == "dead")
+    assert tuple(arrow_states(pc, columns, PRECISELY).to_pylist()) == states
+    assert [is_dead(each) for each in available_at] == [state == "dead" for state in states]
 
 
 def test_all_lists_name_the_same_states() -> None:

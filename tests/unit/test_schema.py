@@ -1,6 +1,7 @@
 """The DDL and its parser, errors of the client, the steps of a reshard, and query plans. No database."""
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from unittest import mock
 
 import pytest
 from google.api_core import exceptions as google
-from google.api_core.exceptions import FailedPrecondition
 from google.auth.exceptions import DefaultCredentialsError, RefreshError
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
@@ -28,22 +28,19 @@ def shapes(**options: Any) -> dict[str, dict[str, str]]:
     return dict(map(ddl.parse, ddl.statements(**options)))
 
 
-@pytest.mark.parametrize(
-    ("file", "statements"),
-    [
-        ("A '--;#' -- it's; no end\nB; C", ["A '--;#' B", "C"]),
-        ("A `x;--` /* `;\n; */ B /* - */ C", ["A `x;--` B C"]),
-        (r"A 'it\';', rb'\\'; B", [r"A 'it\';', rb'\\'", "B"]),
-        ("A '''it's;\n'' -- x'''; B", ["A '''it's; '' -- x'''", "B"]),
-        ('A """it"s; # \\""" x"""; B', ['A """it"s; # \\""" x"""', "B"]),
-        ("A 1 - - 2 / 3 * 4 @{a=b}", ["A 1 - - 2 / 3 * 4 @{a=b}"]),
-        ("A 'ends with its line\n; B", ["A 'ends with its line", "B"]),
-        ("CREATE/**/TABLE#;\nA--;\r\n(B); -- no end", ["CREATE TABLE A (B)"]),
-        (" ;; A ;\n", ["A"]),
-    ],
-)
-def test_statements_are_cut_where_they_end(file: str, statements: list[str]) -> None:
-    assert [" ".join(each.split()) for each in ddl.cut(file)] == statements
+def test_statements_are_cut_where_they_end() -> None:
+    statements = {
+        "A '--;#' -- it's; no end\nB; C": ["A '--;#' B", "C"],
+        "A `x;--` /* `;\n; */ B /* - */ C": ["A `x;--` B C"],
+        r"A 'it\';', rb'\\'; B": [r"A 'it\';', rb'\\'", "B"],
+        "A '''it's;\n'' -- x'''; B": ["A '''it's; '' -- x'''", "B"],
+        'A """it"s; # \\""" x"""; B': ['A """it"s; # \\""" x"""', "B"],
+        "A 1 - - 2 / 3 * 4 @{a=b}": ["A 1 - - 2 / 3 * 4 @{a=b}"],
+        "A 'ends with its line\n; B": ["A 'ends with its line", "B"],
+        "CREATE/**/TABLE#;\nA--;\r\n(B); -- no end": ["CREATE TABLE A (B)"],
+        " ;; A ;\n": ["A"],
+    }
+    assert {file: [" ".join(each.split()) for each in ddl.cut(file)] for file in statements} == statements
 
 
 @pytest.mark.timeout(10)
@@ -57,7 +54,6 @@ def test_a_long_file_is_cut_in_linear_time(piece: str):
 def test_the_default_is_schema_sql_without_comments():
     """Apply sends the file, so reading the file is enough."""
     created = ddl.statements()
-
     code = [line.partition("--")[0].split() for line in SCHEMA_SQL.splitlines()]
     assert " ".join(created).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
     assert not [statement for statement in created if "--" in statement or ";" in statement]
@@ -107,20 +103,18 @@ def test_numbers_out_of_range_are_refused():
                 ddl.statements(**{name: number})
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_unknown_ddl_is_refused():
+    """DDL that the parser does not know is an error, never a part that is silently not compared."""
+    table = "CREATE TABLE T (\n  A INT64\n) PRIMARY KEY (A)"
+    for statement in (
         "CREATE UNIQUE INDEX I ON T (A)",
         "CREATE INDEX I ON T (A) STORING (B) WHERE A = 1",
-        "CREATE TABLE T (\n  A INT64\n) PRIMARY KEY (A), INTERLEAVE IN PARENT P",
+        f"{table}, INTERLEAVE IN PARENT P",
         "CREATE CHANGE STREAM S FOR ALL OPTIONS (retention_period = '7d')",
-        "CREATE TABLE T (\n  A INT64\n) PRIMARY KEY (A); CREATE TABLE U (\n  A INT64\n) PRIMARY KEY (A);",
-    ],
-)
-def test_unknown_ddl_is_refused(statement: str):
-    """DDL that the parser does not know is an error, never a part that is silently not compared."""
-    with pytest.raises(ValueError, match="not a statement"):
-        ddl.parse(statement)
+        f"{table}; {table};",
+    ):
+        with pytest.raises(ValueError, match="not a statement"):
+            ddl.parse(statement)
 
 
 def test_an_expression_may_be_written_in_another_way():
@@ -154,31 +148,25 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     database.update_ddl.assert_not_called()
 
 
-@pytest.mark.parametrize(
-    ("advice", "errors"),
-    [
-        ("not found. Create it", [google.NotFound("Database not found: d")]),
-        ("roles/spanner.databaseReader", [google.PermissionDenied("no")]),
-        (
-            "gcloud auth application-default login",
-            [google.Unauthenticated("no"), DefaultCredentialsError("none"), RefreshError("expired")],
-        ),
-        (
-            "Spanner did not answer",
-            [
-                google.ServiceUnavailable("away"), google.DeadlineExceeded("late"),
-                google.RetryError("Timeout of 8.0s exceeded", cause=None), google.MethodNotImplemented("a proxy"),
-            ],
-        ),
-        ("Spanner refused", [google.FailedPrecondition("Duplicate name")]),
-    ],
-)  # fmt: skip
-def test_errors_of_the_client_become_one_sentence(advice: str, errors: list[Exception]):
+LOGIN, NO_ANSWER = "gcloud auth application-default login", "Spanner did not answer"
+
+
+def test_errors_of_the_client_become_one_sentence():
     """Users read one line with the database, the advice and the cause; `except OutboxError` catches all of them."""
-    for error in errors:
+    for error, advice in (
+        (google.NotFound("Database not found: d"), "not found. Create it"),
+        (google.PermissionDenied("no"), "roles/spanner.databaseReader"),
+        (google.Unauthenticated("no"), LOGIN),
+        (DefaultCredentialsError("none"), LOGIN),
+        (RefreshError("expired"), LOGIN),
+        (google.ServiceUnavailable("away"), NO_ANSWER),
+        (google.DeadlineExceeded("late"), NO_ANSWER),
+        (google.RetryError("Timeout of 8.0s exceeded", cause=None), NO_ANSWER),
+        (google.MethodNotImplemented("a proxy"), NO_ANSWER),
+        (google.FailedPrecondition("Duplicate name"), "Spanner refused"),
+    ):
         with pytest.raises(OutboxError) as caught, schema.service_errors("database orders"):
             raise error
-
         assert type(caught.value) is (OutboxError if advice == "Spanner refused" else NotReached)
         text = str(caught.value)
         assert text.startswith("database orders")
@@ -253,69 +241,72 @@ def change(former: int, target: int, *, aborts: bool = False) -> Change:
     return Change(former, target, operation, aborts)
 
 
-def resharding(snapshot: Snapshot, latest: Change | None, monkeypatch: pytest.MonkeyPatch) -> Resharding:
-    """Return a Resharding of a database that looks like this."""
-    table = mock.Mock(TaskTable)
-    table.name = "shop"
-    table.database = mock.Mock()
-    monkeypatch.setattr(Resharding, "snapshot", lambda _self: snapshot)
-    monkeypatch.setattr(Resharding, "_latest", lambda _self: latest)
-    monkeypatch.setattr(schema, "layouts", lambda _database: snapshot.found)
-    return Resharding(table)
+@pytest.fixture
+def resharding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resharding]:
+    """Return a Resharding of a database with these layouts."""
+
+    def create(
+        found: dict[Layout, dict[str, str]], latest: Change | None = None, recorded: dict[Layout, str] | None = None
+    ) -> Resharding:
+        table = mock.Mock(TaskTable)
+        table.name = "shop"
+        table.database = mock.Mock()
+        monkeypatch.setattr(Resharding, "snapshot", lambda _self: Snapshot(found, recorded or {}, {}))
+        monkeypatch.setattr(Resharding, "_latest", lambda _self: latest)
+        monkeypatch.setattr(schema, "layouts", lambda _database: dict(found))
+        return Resharding(table)
+
+    return create
 
 
-def test_a_change_under_way_is_reported_with_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+BOTH = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
+
+
+def test_a_change_under_way_is_reported_with_its_direction(resharding: Callable[..., Resharding]) -> None:
     """Not in the order of the names of the columns, which is Shard16 before Shard32."""
-    found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
     sentence = "a change from 32 to 16 shards is under way. Continue it with --shards 16, or end it with --abort"
     with pytest.raises(OutboxError, match=sentence):
-        resharding(Snapshot(found, {}, {}), change(32, 16), monkeypatch).target(64)
+        resharding(BOTH, change(32, 16)).target(64)
 
 
-@pytest.mark.parametrize(("former", "target", "aborts"), [(32, 16, False), (16, 32, True)])
-def test_an_abort_that_was_interrupted_is_continued(
-    former: int, target: int, aborts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_that_was_interrupted_is_continued(resharding: Callable[..., Resharding]) -> None:
     """And is not aborted in turn."""
-    found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
-    latest = change(former, target, aborts=aborts)
-    assert resharding(Snapshot(found, {}, {}), latest, monkeypatch).former().shards == 32
+    for latest in (change(32, 16), change(16, 32, aborts=True)):
+        assert resharding(BOTH, latest).former().shards == 32
 
 
 @pytest.mark.parametrize(
     "indexes", [{"AsynchronousTasksToSend": "READ_WRITE"}, COMPLETE | {"AsynchronousTasksToSend": "WRITE_ONLY"}]
 )
-def test_the_only_layout_must_be_complete(indexes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_layout_must_be_complete(indexes: dict[str, str], resharding: Callable[..., Resharding]) -> None:
     """The error says what to do, and nothing is written."""
-    its = resharding(Snapshot({FIRST: indexes}, {}, {}), None, monkeypatch)
+    its = resharding({FIRST: indexes})
     with pytest.raises(OutboxError, match=r"an index of Shard is missing .* Run `outbox schema apply`"):
         list(its.run(its.target(10)))
 
 
-def test_the_only_layout_is_completed_if_a_change_added_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_layout_is_completed_if_a_change_added_it(resharding: Callable[..., Resharding]) -> None:
     """As by `outbox schema apply`."""
-    snapshot = Snapshot({NEW: {"AsynchronousTasksInOrder32": "READ_WRITE"}}, {NEW: POLLED}, {})
-    its = resharding(snapshot, None, monkeypatch)
+    its = resharding({NEW: {"AsynchronousTasksInOrder32": "READ_WRITE"}}, recorded={NEW: POLLED})
     assert next(iter(its.run(NEW))) == "Add column Shard32 and its indexes; all tasks are written to them"
 
 
-def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    its = resharding(Snapshot({NEW: COMPLETE}, {}, {}), None, monkeypatch)
+def test_a_layout_that_another_run_dropped_is_not_dropped_again(resharding: Callable[..., Resharding]) -> None:
+    its = resharding({NEW: COMPLETE})
     its._do(Step("drop", FIRST, "Drop"), NEW)
     its._table.database.update_ddl.assert_not_called()
     its._do(Step("drop", NEW, "Drop"), FIRST)
     its._table.database.update_ddl.assert_called_once()
 
 
-def test_an_update_that_is_refused_after_another_one_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_is_refused_after_another_one_is_no_error(resharding: Callable[..., Resharding]) -> None:
     """Such as that of an earlier run, which was queued before it. It is one if nothing has changed."""
     found: dict[Layout, dict[str, str]] = {FIRST: COMPLETE}
-    its = resharding(Snapshot(found, {}, {}), None, monkeypatch)
-    monkeypatch.setattr(schema, "layouts", lambda _database: dict(found))
+    its = resharding(found)
 
     def refuse(_statements: list[str]) -> None:
         found[NEW] = COMPLETE
-        raise FailedPrecondition("Duplicate name in schema: Shard32.")  # type: ignore[no-untyped-call]  # no types
+        raise google.FailedPrecondition("Duplicate name in schema: Shard32.")  # type: ignore[no-untyped-call]  # no types
 
     its._table.database.update_ddl.side_effect = refuse
     its._do(Step("build", NEW, "Add"), NEW)

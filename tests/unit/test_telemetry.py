@@ -257,9 +257,8 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
 
 def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
     watch.reporter.report_batch(Delivered(claim_of("orders", "a"), error="no answer in time", phases={"claim": 10.0}))
-    assert watch.caplog.messages == [
-        "The rows of 1 task of topic orders were not locked, so nothing was published: no answer in time"
-    ]
+    [line] = watch.caplog.messages
+    assert line == "The rows of 1 task of topic orders were not locked, so nothing was published: no answer in time"
     assert watch.actions() == ["lock_failed"]
 
 

@@ -32,6 +32,7 @@ from publishworker.telemetry import clients
 from publishworker.types import Failed, Published
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+ORDERS = "projects/p/topics/orders"
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -84,31 +85,26 @@ def test_a_trace_state_that_is_too_long_is_left_out(characters: int) -> None:
 
 
 def traced(*parents: str | None) -> list[RawPubsubMessage]:
-    return [
-        RawPubsubMessage(attributes={} if parent is None else {"googclient_traceparent": parent}) for parent in parents
-    ]
+    return [RawPubsubMessage(attributes={"googclient_traceparent": each} if each else {}) for each in parents]
 
 
 def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemorySpanExporter) -> None:
     """Messages without a valid context have no link. An error of the block ends the span, too."""
-    parents = traced(TRACEPARENT, None, "00-nonsense")
-    with (
-        pytest.raises(ZeroDivisionError),
-        publish_span("projects/p/topics/orders", parents, {"a": Published("1")}),
-    ):
+    span_of_batch = publish_span(ORDERS, traced(TRACEPARENT, None, "00-nonsense"), {"a": Published("1")})
+    with pytest.raises(ZeroDivisionError), span_of_batch:
         raise ZeroDivisionError
     [span] = spans.get_finished_spans()
     links = [(link.context.trace_id, link.context.span_id) for link in span.links]
     assert (span.name, span.kind, span.parent, links) == ("send orders", SpanKind.PRODUCER, None, [(TRACE, SPAN)])
     assert span.attributes is not None
-    assert span.attributes["messaging.destination.name"] == "projects/p/topics/orders"
+    assert span.attributes["messaging.destination.name"] == ORDERS
     assert span.attributes["messaging.batch.message_count"] == 3
     assert span.status.status_code is StatusCode.UNSET
 
 
 def test_the_span_reports_failures(spans: InMemorySpanExporter) -> None:
     outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
-    with publish_span("projects/p/topics/orders", traced(*[None] * 4), outcomes):
+    with publish_span(ORDERS, traced(*[None] * 4), outcomes):
         pass
     [span] = spans.get_finished_spans()
     assert span.attributes is not None
@@ -133,7 +129,7 @@ def test_a_failing_provider_loses_only_its_spans(
     monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
     done = 0
     for _ in range(3):
-        with publish_span("projects/p/topics/orders", traced(TRACEPARENT), {}):
+        with publish_span(ORDERS, traced(TRACEPARENT), {}):
             done += 1
     assert done == 3
     logged = [record.__dict__["action"] for record in caplog.records if record.name == "publishworker"]

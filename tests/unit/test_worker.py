@@ -384,55 +384,31 @@ def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "action"),
+    ("run", "in_flight", "code", "action"),
     [
-        (StuckBatch([claim_of("orders", "a")], 121), process.FAILED, "stuck"),
-        (DatabaseMissing("no database"), process.NOT_REACHED, "missing"),
-        (ZeroDivisionError(), process.FAILED, "died"),
-        (None, process.DONE, "stopped"),
+        (StuckBatch([claim_of("orders", "a")], 121), 1, process.FAILED, "stuck"),
+        (DatabaseMissing("no database"), 0, process.NOT_REACHED, "missing"),
+        (ZeroDivisionError(), 0, process.FAILED, "died"),
+        (None, 0, process.DONE, "stopped"),
+        ("hangs", 1, 9, "shutdown_timeout"),
+        ("hangs", 0, process.DONE, "stopped"),  # in a read, which takes up to 30 s. The worker has claimed nothing then
     ],
 )
 def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
-    error: Exception | None, code: int, action: str, caplog: pytest.LogCaptureFixture
+    run: Any, in_flight: int, code: int, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app, counted = app_and_counts()
-    app._worker.run.side_effect = error
-    caplog.set_level("INFO", "publishworker")
-    assert stopped(app) == code
-    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
-    assert counted.counts[m.FORCED_STOP.name] == (action == "stuck")
-    app.relay.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
-    app._background[0].stop.assert_called_once_with()
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "code", "action"), [(1, 9, "shutdown_timeout"), (0, process.DONE, "stopped")], ids=["batch", "read"]
-)
-def test_only_batches_in_flight_exceed_the_shutdown_timeout(
-    in_flight: int, code: int, action: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A read that Spanner does not answer takes up to 30 s. The worker then has claimed nothing."""
-    app, counted = app_and_counts()
-    answered = threading.Event()
-    app._worker.run.side_effect = lambda *_: answered.wait(60)
-    app._settings.shutdown_timeout = 0.0
-    app.relay.load.batches = in_flight
-    caplog.set_level("INFO", "publishworker")
-    assert stopped(app) == code
-    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
-    assert counted.counts[m.FORCED_STOP.name] == in_flight
-    answered.set()
-
-
-def app_and_counts() -> tuple[Any, Counted]:
-    app, counted = mock.MagicMock(App), Counted()
-    app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=5)
+    """Only batches in flight exceed the shutdown timeout."""
+    app, counted, stop, answered = mock.MagicMock(App), Counted(), threading.Event(), threading.Event()
+    run, seconds = (lambda *_: answered.wait(60), 0) if run == "hangs" else (run, 5)
+    app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=seconds)
     app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.MagicMock(), mock.Mock(), Metrics(counted)
     app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
-    return app, counted
-
-
-def stopped(app: Any) -> int:
-    stop = threading.Event()
+    app._worker.run.side_effect, app.relay.load.batches = run, in_flight
+    caplog.set_level("INFO", "publishworker")
     stop.set()
-    return App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9)
+    assert App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9) == code
+    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
+    assert counted.counts[m.FORCED_STOP.name] == (action in {"stuck", "shutdown_timeout"})
+    app.relay.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
+    app._background[0].stop.assert_called_once_with()
+    answered.set()
