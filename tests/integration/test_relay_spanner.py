@@ -35,7 +35,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
 from publishworker.types import Answer, Failed, LockedRow, Published
 from tests.support import real
-from tests.support.fakes import Counted, FakePublisher
+from tests.support.fakes import Counted, FakePublisher, serialized
 from tests.support.operations import FUTURE, OF_STATES, PAST, insert, row, update
 from tests.support.parts import poll_request, relay_of
 from tests.support.processes import ROOT
@@ -134,6 +134,23 @@ def test_everything_registered_is_received_once(database: Database, pubsub: PubS
     assert len(rows) == 80
     assert all(created_at < sent_at for created_at, sent_at in rows)
     assert [account(*each) for each in zip(ids, subscriptions, strict=True)] == [EACH_ONCE] * 2
+
+
+@pytest.mark.parametrize("alone", [(), ("a", "c", "not there")])
+def test_pubsub_accepts_each_request_of_a_batch(topic: str, subscription: Subscription, alone: Sequence[str]) -> None:
+    """It refuses one that mixes ordering keys. However the tasks are divided, a missing topic fails each."""
+    publisher = PubSubPublisher(open_pubsub(place()), PROJECT)
+    keys = {"a": "x", "b": "y", "c": None, "d": "x", "e": None}
+    rows = [LockedRow(id, topic, serialized(), key, datetime.now(UTC), None, None) for id, key in keys.items()]
+    rows.append(rows[2]._replace(id="empty", data=b""))
+    outcomes = publisher.publish(topic, rows, 5, alone)
+    assert len({each.message_id for each in outcomes.values() if isinstance(each, Published)}) == len(rows)
+    arrived = {each.attributes[outbox.TASK_ID_ATTRIBUTE]: each.ordering_key for each in subscription.pull_until(6)}
+    assert arrived == {row.id: row.ordering_key or "" for row in rows}
+    missing = publisher.publish(f"projects/{PROJECT}/topics/missing", rows[:3], 5, alone)
+    assert {id: each.reason for id, each in missing.items() if isinstance(each, Failed)} == dict.fromkeys(
+        "abc", "not_found"
+    )
 
 
 def test_a_task_is_sent_again_by_plain_dml(

@@ -26,7 +26,7 @@ from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.ddl import CANCELLED
 from outbox.table.shared_sql import by_ids
 from outbox.table.states import CANCELLED as CANCELLED_STATE
-from outbox.table.states import CHANGED
+from outbox.table.states import CHANGED, is_dead
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import Commands, Work, attribute, transact
 from tests.simulation.clockwork import Clockwork, Event
@@ -87,7 +87,7 @@ class Operators:
             self.clockwork.sleep(random.expovariate(1 / 2))
             latest = [*itertools.islice(reversed(table.rows.values()), 100)]
             sent = [row.id for row in latest if row.sent_at is not None]
-            dead = [row.id for row in latest if table.is_dead(row) and row.sent_at is None]
+            dead = [row.id for row in latest if is_dead(row.available_at) and row.sent_at is None]
             topic = random.choice(world.topics)
             match random.randrange(8):
                 case 0:
@@ -102,7 +102,7 @@ class Operators:
         table.refused.clear()
         while True:
             self.clockwork.sleep(5.0)
-            for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
+            for row in [row for row in table.unsent_rows() if is_dead(row.available_at)]:
                 self._repair(row.id, delete=False)
 
     def _repair(self, id: str, *, delete: bool) -> None:

@@ -9,6 +9,7 @@ from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process, VirtualThreads
+from tests.support.fakes import CallFailed, Response
 
 PROJECT = "test-project"
 
@@ -85,40 +86,22 @@ class _Channel:
         return None, answers.get()
 
     def _answer(self, answer: "_Answer", code: grpc.StatusCode) -> None:
-        if answer.answered is None:
-            answer.answered = code
+        if not answer.answered:
+            answer.answered = True
+            answer.error = None if code is grpc.StatusCode.OK else CallFailed(code, "no " * 400)
             self._pubsub.audit.answered(self._process, answer.message_ids, code.name.lower())
             for callback in answer.callbacks:
                 self._pubsub.clockwork.spawn(self._process, lambda each=callback: each(answer))
 
 
-class _Answer:
-    """The future of an answer."""
+class _Answer(Response):
+    """The future of an answer that is still on its way."""
 
     def __init__(self, topic: str, ids: list[str]) -> None:
+        super().__init__(ids)
         self.topic = topic.rpartition("/")[2]
-        self.answered: grpc.StatusCode | None = None
+        self.answered = False
         self.callbacks: list[Callable[[Any], None]] = []
-        self.message_ids = ids
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.callbacks.append(callback)
-
-    def exception(self) -> "Refused | None":
-        assert self.answered is not None
-        return None if self.answered is grpc.StatusCode.OK else Refused(self.answered)
-
-    def result(self) -> "_Answer":
-        return self
-
-
-class Refused(grpc.RpcError):
-    def __init__(self, code: grpc.StatusCode) -> None:
-        super().__init__(code)
-        self._code = code
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return "no " * 400

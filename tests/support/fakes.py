@@ -1,28 +1,29 @@
-"""A store and a publisher in memory. The contract tests compare them with Spanner and Pub/Sub."""
+"""A store and topics in memory. The contract tests compare the store with Spanner."""
 
 import contextlib
 import dataclasses
 import itertools
 import threading
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import grpc
+from sortedcontainers import SortedList
+
 from outbox.base.values import topic_name
-from outbox.message import RawPubsubMessage
+from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
-from outbox.table.states import NEVER, first_due
-from publishworker.pubsub.failures import FailureKind, failure_kind
-from publishworker.pubsub.publisher import decode
+from outbox.table.states import NEVER, first_due, is_dead
+from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.relay_sql import times_sent
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, PollRequest, Workers
 from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import (
-    Answer,
     Candidate,
     Deferred,
     Failed,
@@ -59,7 +60,7 @@ class StoredTask:
 
 
 class FakeStore:
-    """Rows in a dictionary, locked row by row, and faults on request."""
+    """Rows, locked one by one, with the ranges of the outbox's indexes, and faults on request."""
 
     def __init__(self, shards: int = 10) -> None:
         #: The layouts to poll, and the states of those that are recorded.
@@ -91,21 +92,63 @@ class FakeStore:
         self.polls: list[PollRequest] = []
         #: The topics that were known at each discovery.
         self.discoveries: list[frozenset[str]] = []
-        self._lock = threading.Lock()
+        #: Held while the rows and the ranges differ.
+        self._lock = threading.RLock()
         self._row_locks: dict[str, threading.Lock] = {}
+        self._ready: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
+        self._due: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
+        self._unsent_of_key: dict[TopicKey, SortedList[Any]] = defaultdict(SortedList)
+        self._unsent_topics: dict[int, Counter[str]] = defaultdict(Counter)
+        self.unsent_count = 0
 
     def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
         shards = self.shards_of(columns.get("ordering_key") or id)
-        self.rows[id] = StoredTask(id, topic, data, shards, **columns)
+        with self._changing([id]):
+            self.rows[id] = StoredTask(id, topic, data, shards, **columns)
+
+    def delete(self, id: str) -> None:
+        with self._changing([id]):
+            del self.rows[id]
+
+    def change(self, id: str, **columns: Any) -> None:
+        with self._changing([id]):
+            for name, value in columns.items():
+                setattr(self.rows[id], name, value)
+
+    @contextlib.contextmanager
+    def _changing(self, ids: Collection[str]) -> Iterator[None]:
+        """Change the entries of these rows in the ranges as the block changes the rows."""
+        with self._lock:
+            for row in (self.rows[id] for id in ids if id in self.rows):
+                self._index(row, SortedList.remove, -1)
+            yield
+            for row in (self.rows[id] for id in ids if id in self.rows):
+                self._index(row, SortedList.add, 1)
+
+    def _index(self, row: StoredTask, change: Callable[[SortedList[Any], Any], None], number: int) -> None:
+        """Add the entries of an unsent row to the ranges, or remove them."""
+        if row.sent_at is not None:
+            return
+        for place in ((shard, row.topic) for shard in row.shards):
+            if row.available_at is None:
+                change(self._ready[place], (-row.priority, row.created_at, row.id))
+            else:
+                change(self._due[place], (row.available_at, -row.priority, row.created_at, row.id))
+        if row.ordering_key is not None:
+            change(self._unsent_of_key[TopicKey(row.topic, row.ordering_key)], place_in_key(row))
+        for shard in row.shards:
+            self._unsent_topics[shard][row.topic] += number
+        self.unsent_count += number
 
     def shards_of(self, text: str) -> tuple[int, ...]:
         return tuple(layout.ids[zlib.crc32(text.encode()) % layout.shards] for layout in self.built)
 
     def build(self, *layouts: Layout) -> None:
         """Give the table these layouts and no others."""
-        self.built = layouts
-        for row in self.rows.values():
-            row.shards = self.shards_of(row.ordering_key or row.id)
+        with self._changing(self.rows):
+            self.built = layouts
+            for row in self.rows.values():
+                row.shards = self.shards_of(row.ordering_key or row.id)
 
     def require(self, shards: Iterable[int]) -> None:
         """Raise StoreError if the index of one of the shards is gone."""
@@ -116,20 +159,17 @@ class FakeStore:
         self._answer()
         self.require(request.shards)
         self.polls.append(request)
-        unsent = self._unsent()
         found: dict[str, Candidate] = {}
-        for shard, topic in itertools.product(request.shards, request.topics):
-            of_range = [row for row in unsent if shard in row.shards and row.topic == topic]
-            ready = sorted(
-                (row for row in of_range if row.available_at is None), key=lambda row: (-row.priority, row.created_at)
-            )
-            due = [row for row in of_range if row.available_at is not None and self._is_due(row)]
-            ranges = [ready]
-            if request.below_priority is not None:
-                ranges.append([row for row in ready if row.priority < request.below_priority])
-            if request.due:
-                ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
-            found |= {row.id: candidate(row, shard) for rows in ranges for row in rows[: request.per_range]}
+        with self._lock:
+            for place in itertools.product(request.shards, sorted(request.topics)):
+                ids = [each[-1] for each in self._ready[place].islice(stop=request.per_range)]
+                if request.below_priority is not None:
+                    lower = self._ready[place].irange(minimum=(1 - request.below_priority,))
+                    ids += [each[-1] for each in itertools.islice(lower, request.per_range)]
+                if request.due:
+                    due = itertools.takewhile(lambda each: each[0] <= self.now, self._due[place])
+                    ids += [each[-1] for each in itertools.islice(due, request.per_range)]
+                found |= {id: candidate(self.rows[id], place[0]) for id in ids}
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
@@ -139,13 +179,16 @@ class FakeStore:
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self.require(shards)
-        return frozenset({row.topic for row in self._unsent() if _is_in(row, shards)}.difference(known))
+        with self._lock:
+            found = {topic for shard in shards for topic, number in self._unsent_topics[shard].items() if number}
+        return frozenset(found.difference(known))
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         self._answer()
-        of = (row for row in self._unsent() if row.topic in topics and _is_in(row, shards))
-        due = [row.available_at for row in of if row.available_at and row.available_at < NEVER]
-        return max(0.0, (min(due) - self.now).total_seconds()) if due else None
+        with self._lock:
+            ranges = [self._due[place] for place in itertools.product(shards, topics)]
+            first = min((each[0][0] for each in ranges if each), default=NEVER)
+        return max(0.0, (first - self.now).total_seconds()) if first < NEVER else None
 
     def control(self, topic: str, **values: Any) -> None:
         """Set controls of a topic."""
@@ -193,20 +236,18 @@ class FakeStore:
         self._answer()
         self.require(keys.values())
         found: dict[TopicKey, list[QueuedTask]] = {}
-        for row in sorted(self._unsent(), key=place_in_key):
-            key = TopicKey(row.topic, row.ordering_key or "")
-            if keys.get(key) in row.shards and not (skip_dead and self.is_dead(row)):
-                found.setdefault(key, []).append(self.waiting(row))
-        return {key: waiting[:per_key] for key, waiting in found.items()}
+        with self._lock:
+            for key in keys:
+                rows = (self.rows[id] for _, _, id in self._unsent_of_key[key])
+                wanted = (row for row in rows if not (skip_dead and is_dead(row.available_at)))
+                if first := [self.waiting(row) for row in itertools.islice(wanted, per_key)]:
+                    found[key] = first
+        return found
 
     def waiting(self, row: StoredTask) -> QueuedTask:
         is_due, deferred = self._is_due(row), row.blocked_by is not None
         expired = not is_due and row.expires_at is not None and row.expires_at <= self.now
         return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired), deferred, expired)
-
-    @staticmethod
-    def is_dead(row: StoredTask) -> bool:
-        return row.available_at is not None and row.available_at >= NEVER
 
     def _is_due(self, row: StoredTask) -> bool:
         return row.available_at is None or row.available_at <= self.now
@@ -242,8 +283,8 @@ class FakeStore:
         with self._lock:
             return self._row_locks.setdefault(id, threading.Lock())
 
-    def _unsent(self) -> list[StoredTask]:
-        return [row for row in list(self.rows.values()) if row.sent_at is None]
+    def unsent_rows(self) -> list[StoredTask]:
+        return [row for row in self.rows.values() if row.sent_at is None]
 
     def _answer(self) -> None:
         if self.away:
@@ -252,9 +293,8 @@ class FakeStore:
     def _mark(self, marks: Mapping[str, RowChange]) -> datetime:
         with self._lock:
             self.now += timedelta(milliseconds=1)
-            committed = self.now
-        self.apply(marks, committed)
-        return committed
+            self.apply(marks, self.now)
+            return self.now
 
     def refuse(self, marks: Mapping[str, RowChange]) -> None:
         """Raise Refused if a commit with these marks is refused, because of `refused` or of a number beyond INT64."""
@@ -268,20 +308,21 @@ class FakeStore:
             raise Refused(f"OUT_OF_RANGE: a constraint is violated by {bad[0]}")
 
     def apply(self, marks: Mapping[str, RowChange], committed: datetime) -> None:
-        for id, mark in marks.items():
-            row = self.rows[id]
-            if isinstance(mark, Published | NotSent):
-                row.times_sent = times_sent(self.as_locked(row), sent=isinstance(mark, Published))
-            if isinstance(mark, Published):
-                row.sent_at, row.available_at, row.expires_at = committed, None, None
-                row.last_error, row.blocked_by, row.attempts, row.due_at = None, None, 0, None
-            elif isinstance(mark, NotSent):
-                row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
-                row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
-                row.due_at = mark.due_at
-            elif isinstance(mark, Deferred):
-                row.due_at = first_due(self.as_locked(row))
-                row.available_at, row.blocked_by = mark.available_at, mark.head
+        with self._changing(marks):
+            for id, mark in marks.items():
+                row = self.rows[id]
+                if isinstance(mark, Published | NotSent):
+                    row.times_sent = times_sent(self.as_locked(row), sent=isinstance(mark, Published))
+                if isinstance(mark, Published):
+                    row.sent_at, row.available_at, row.expires_at = committed, None, None
+                    row.last_error, row.blocked_by, row.attempts, row.due_at = None, None, 0, None
+                elif isinstance(mark, NotSent):
+                    row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
+                    row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
+                    row.due_at = mark.due_at
+                elif isinstance(mark, Deferred):
+                    row.due_at = first_due(self.as_locked(row))
+                    row.available_at, row.blocked_by = mark.available_at, mark.head
 
     @staticmethod
     def as_locked(row: StoredTask) -> LockedRow:
@@ -292,10 +333,6 @@ class FakeStore:
             row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at, clean,
             row.attempts, row.expires_at, row.at_most_once, row.blocked_by is not None, row.due_at, row.times_sent,
         )  # fmt: skip
-
-
-def _is_in(row: StoredTask, shards: Collection[int]) -> bool:
-    return any(shard in shards for shard in row.shards)
 
 
 def place_in_key(row: StoredTask) -> tuple[datetime, int, str]:
@@ -312,86 +349,78 @@ class Abort(Exception):
     """Raised by `FakeStore.before_commit` for ABORTED."""
 
 
-class FakePublisher:
-    """Keeps what it publishes; topics must exist, and fail on request."""
+class CallFailed(grpc.RpcError):
+    """A call that failed, which is its own future."""
 
-    def __init__(self, *topics: str, project: str = "test-project") -> None:
-        self.project = project
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(code)
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+class Response:
+    """The future of a publish request that has its answer: IDs of messages, or an error."""
+
+    def __init__(self, message_ids: list[str], error: CallFailed | None = None) -> None:
+        self.message_ids, self.error = message_ids, error
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    def exception(self) -> CallFailed | None:
+        return self.error
+
+    def result(self) -> "Response":
+        return self
+
+
+class FakePublisher(PubSubPublisher):
+    """The publisher on a channel to topics in memory: as strict as Pub/Sub. They must exist, and fail on request."""
+
+    def __init__(self, *topics: str, project: str = "test-project", **options: Any) -> None:
+        transport: Any = self
+        self.grpc_channel = self
+        super().__init__(transport, project, **options)
         self.topics = {topic_name(topic, project) for topic in topics}
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
         #: The ids of each request.
         self.requests: list[list[str]] = []
-        #: Task IDs that fail, with the failure; one that meets an outage fails its whole request. So does
-        #: one with an ordering key, unless its message is refused: then the tasks before it are published.
+        #: How each request fails that is to a topic, by its full name, or has a task, by its ID.
         self.failing: dict[str, Failed] = {}
-        #: Full topic names that fail.
-        self.down: dict[str, Failed] = {}
-        #: IDs of tasks for which the deadline leaves no time.
-        self.out_of_time: set[str] = set()
         self._message_ids = itertools.count(1)
-        self._lock = threading.Lock()
 
     def ids(self) -> list[str]:
         return [id for _, id, _ in self.published]
 
-    def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
-    ) -> dict[str, Answer]:
-        name = topic_name(topic, self.project)
-        outcomes: dict[str, Answer] = {}
-        stopped: set[str | None] = set()
-        with self._lock:
-            for request in _requests(rows, alone):
-                key = request[0].ordering_key
-                if key in stopped:
-                    continue
-                tried = self._request(name, [row for row in request if row.id not in self.out_of_time])
-                outcomes |= tried
-                if key is not None and not all(isinstance(tried.get(row.id), Published) for row in request):
-                    stopped.add(key)
-        return outcomes
+    def unary_unary(self, *_arguments: Any, **_more: Any) -> "FakePublisher":
+        return self
 
-    def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
-        decoded = {row.id: decode(row) for row in rows}
-        return {id: message for id, message in decoded.items() if isinstance(message, Failed)}
+    def with_call(self, request: Any, **_more: Any) -> tuple[None, Response]:
+        return None, self.future(request)
 
-    def _request(self, name: str, rows: Sequence[LockedRow]) -> dict[str, Answer]:
-        decoded = {row.id: decode(row) for row in rows}
-        outcomes: dict[str, Answer] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
-        ordered = any(row.ordering_key for row in rows)
-        refused = {id for id, failure in self.failing.items() if failure_kind(failure.reason) is FailureKind.CONTENT}
-        if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):
-            # The tasks before it are published, it fails alone, the tasks behind it are not tried.
-            decoded = dict(itertools.takewhile(lambda pair: pair[0] != culprit, decoded.items()))
-            outcomes = {culprit: outcomes.get(culprit) or self.failing[culprit]}
-        sent = {id: message for id, message in decoded.items() if id not in outcomes}
-        if not sent:
-            return outcomes
-        self.requests.append([*sent])
-        missing = None if name in self.topics else Failed("not_found", f"{name}: the topic does not exist")
-        outages = (
-            each
-            for id, each in self.failing.items()
-            if id in sent and (ordered or failure_kind(each.reason) is FailureKind.OUTAGE)
-        )
-        if failure := self.down.get(name) or missing or next(outages, None):
-            return outcomes | dict.fromkeys(sent, failure)
-        for id, message in sent.items():
-            outcomes[id] = self.failing.get(id) or Published(str(next(self._message_ids)))
-            if id not in self.failing:
-                self.published.append((name, id, message))
-        return outcomes
+    def future(self, request: Any, **_more: Any) -> Response:
+        assert request.ByteSize() <= MAX_REQUEST_BYTES
+        ids = [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
+        self.requests.append(ids)
+        if request.topic not in self.topics:
+            return Response([], CallFailed(grpc.StatusCode.NOT_FOUND, "no topic"))
+        if failure := next((self.failing[each] for each in (request.topic, *ids) if each in self.failing), None):
+            return Response([], CallFailed(grpc.StatusCode[failure.reason.upper()], failure.error))
+        if len({each.ordering_key for each in request.messages}) > 1 or any(map(is_refused, request.messages)):
+            return Response([], CallFailed(grpc.StatusCode.INVALID_ARGUMENT, "no"))
+        self.published += [(request.topic, *each) for each in zip(ids, request.messages, strict=True)]
+        return Response([str(next(self._message_ids)) for _ in ids])
 
 
-def _requests(rows: Sequence[LockedRow], alone: Collection[str]) -> list[list[LockedRow]]:
-    requests: dict[str | None, list[list[LockedRow]]] = {}
-    for row in rows:
-        pieces = requests.setdefault(row.ordering_key, [[]])
-        if row.id not in alone:
-            pieces[-1 if row.ordering_key else 0].append(row)
-        else:
-            pieces += [[row], []] if row.ordering_key else [[row]]
-    return [piece for pieces in requests.values() for piece in pieces if piece]
+def is_refused(message: Any) -> bool:
+    sizes = [(len(key.encode()), len(value.encode())) for key, value in message.attributes.items()]
+    bad = any(not 0 < key <= 256 or value > 1024 for key, value in sizes)
+    return bad or len(sizes) > 100 or len(message.ordering_key.encode()) > 1024
 
 
 class Counted:

@@ -193,8 +193,7 @@ class Bench:
             self.wait(step)
 
     def change(self, id: str, **columns: Any) -> None:
-        for name, value in columns.items():
-            setattr(self.store.rows[id], name, value)
+        self.store.change(id, **columns)
 
     def commits(self, *errors: Exception | None) -> None:
         """Let the next commits raise these errors, None being no error; later commits succeed."""
@@ -215,7 +214,7 @@ class Bench:
         self.store.before_commit = abort
 
     def unsent(self) -> list[str]:
-        return [row.id for row in self.store.rows.values() if row.sent_at is None]
+        return [row.id for row in self.store.unsent_rows()]
 
     def count(self, metric: m.Metric) -> int:
         return self.counted.counts[metric.name]

@@ -44,7 +44,7 @@ class FakeHarness:
         self._fake.controls[topic] = controls
 
     def delete(self, id: str) -> None:
-        del self._fake.rows[id]
+        self._fake.delete(id)
 
     def reshard(self, *layouts: Layout) -> None:
         """Add layouts to the first one, and record all."""
@@ -61,7 +61,7 @@ LIMIT = 600.0
 
 
 class SimulatedHarness(FakeHarness):
-    """The simulated store; its rows are those of a fake store with index ranges."""
+    """The simulated store; its rows are those of a fake store."""
 
     def __init__(self) -> None:
         self._clockwork = Clockwork(seed=1)
@@ -70,9 +70,6 @@ class SimulatedHarness(FakeHarness):
         self._process = Process("contract")
         connection: Any = Connection(spanner, self._process)
         self.store: SpannerStore = _Played(self._clockwork, self._process, connection)  # type: ignore[assignment]  # by name
-
-    def delete(self, id: str) -> None:
-        self._fake.delete(id)
 
 
 class _Played:

@@ -19,6 +19,7 @@ from publishworker.pubsub.publisher import failure_of
 from publishworker.spanner.write_errors import Refused, StoreError, describe
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, NotSent
+from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import Bench, claim_of, policy
 
 TOPIC = "projects/test-project/topics/orders"
@@ -48,13 +49,14 @@ def attempts(bench: Bench) -> int:
 
 
 def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench: Bench) -> None:
-    bench.insert("good", "bad")
+    bench.insert("good")
+    bench.line("bad")  # in a request of its own
     bench.publisher.failing["bad"] = ODD
     assert [turn.recorded for turn in bench.turns()] == [1, 0]
     assert bench.store.claimed == {"good": 1, "bad": 1}
     good, bad = bench.store.rows["good"], bench.store.rows["bad"]
     assert good.sent_at is not None
-    assert (bad.sent_at, bad.attempts, bad.last_error) == (None, 1, "data_loss: what was that")
+    assert (bad.sent_at, bad.attempts, bad.last_error) == (None, 1, f"data_loss: {TOPIC}: what was that")
     assert bad.available_at is not None
     assert 0.49 <= (bad.available_at - good.sent_at).total_seconds() <= 1
     assert bench.count(m.FAILED) == 1
@@ -65,14 +67,19 @@ def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench:
 
 
 def test_an_error_that_no_retry_can_fix_is_dead_at_once(bench: Bench) -> None:
-    refused = ("invalid_argument", "too_large", "topic_not_allowed")
-    bench.insert("good", *refused)
-    bench.publisher.failing = {reason: Failed(reason, "no") for reason in refused}
+    bench.publisher = FakePublisher("orders", allowed=lambda name: name == TOPIC)
+    bench.relay = bench.another()
+    bench.insert("good", "refused")
+    bench.publisher.failing["refused"] = REFUSED
+    bench.insert("secret", topic="secrets")
+    bench.store.insert("large", "orders", serialized(bytes(10_400_000)))
     bench.store.insert("bad", "orders", b"\xff\xff secret")
     bench.store.insert("crowded", "orders", b"\x12\x06\x0a\x04abcd" * 201)
     bench.turns()
     undecodable = "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
-    errors = {reason: f"{reason}: no" for reason in refused}
+    errors = {"refused": f"invalid_argument: {TOPIC}: no"}
+    errors["secret"] = "topic_not_allowed: projects/test-project/topics/secrets matches no pattern of --allowed-topics"
+    errors["large"] = "too_large: the publish request has 10400078 bytes; Pub/Sub allows 10000000"
     errors |= {"bad": undecodable, "crowded": f"{undecodable}, or has more than 200 fields"}
     assert states(bench) == {"good": "sent", **dict.fromkeys(errors, "dead")}
     assert {row.id: row.last_error for row in bench.store.rows.values() if row.sent_at is None} == errors
@@ -82,7 +89,7 @@ def test_an_error_that_no_retry_can_fix_is_dead_at_once(bench: Bench) -> None:
 def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -> None:  # OUT-LOSS-4
     bench.insert(*[f"o{n}" for n in range(50)])
     bench.insert("i0", topic="invoices")
-    bench.publisher.down[TOPIC] = AWAY
+    bench.publisher.failing[TOPIC] = AWAY
     for second in range(1, 60):
         bench.turns()
         assert states(bench)[f"i{second - 1}"] == "sent"
@@ -93,7 +100,7 @@ def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -
     probes = [len(ids) for ids in bench.publisher.requests if ids[0].startswith("o")]
     assert 5 <= probes.count(1) <= 12
     assert len(probes) - probes.count(1) <= 2
-    del bench.publisher.down[TOPIC]
+    del bench.publisher.failing[TOPIC]
     bench.run_for(11)
     assert bench.unsent() == []
     assert len(bench.publisher.ids()) == len(set(bench.publisher.ids()))
@@ -179,7 +186,7 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
     assert [rows[id].attempts for id in "abc"] == [1, 0, 0]
     assert bench.store.claimed == {"a": 1, "b": 1, "c": 1}  # in one commit
     assert rows["a"].available_at == rows["b"].available_at == rows["c"].available_at
-    assert (rows["a"].last_error, rows["c"].blocked_by) == ("data_loss: what was that", "a")
+    assert (rows["a"].last_error, rows["c"].blocked_by) == (f"data_loss: {TOPIC}: what was that", "a")
     bench.publisher.failing = {}
     bench.wait(2)
     bench.turns()
@@ -189,7 +196,7 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
 
 def test_an_outage_defers_nothing(bench: Bench) -> None:
     bench.line("c", "b", "a")
-    bench.publisher.down = {TOPIC: AWAY}
+    bench.publisher.failing = {TOPIC: AWAY}
     bench.turns()
     bench.publisher.requests.clear()
     for _ in range(4):
@@ -198,7 +205,7 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
     assert bench.publisher.requests == [["c"]] * 4
     assert {(row.available_at, row.attempts, row.last_error) for row in bench.store.rows.values()} == {(None, 0, None)}
     assert bench.count(m.DEFERRED) == 0
-    bench.publisher.down = {}
+    bench.publisher.failing = {}
     bench.run_for(30, step=10)
     assert bench.publisher.ids() == ["c", "b", "a"]
 

@@ -265,9 +265,9 @@ def test_reads_that_time_out_become_smaller_until_all_is_sent(topics: int, keys:
     """As on a large table in the emulator, which scans it for each range: polls, discoveries, key heads, due times."""
     bench = SlowSpanner(0.6, size=20, batches=4)
     for number in range(400):
-        bench.insert(f"id{number}", topic="orders" if number % 2 else f"t{number % topics}",
+        bench.insert(f"id{number}", topic="orders" if number % 2 else f"topic{number % topics}",
                      ordering_key=f"k{number}" if keys else None)  # fmt: skip
-    bench.publisher.topics |= {f"projects/test-project/topics/t{number}" for number in range(topics)}
+    bench.publisher.topics |= {f"projects/test-project/topics/topic{number}" for number in range(topics)}
     assert bench.send_all(800) < 800
     assert bench.timeouts <= 20
     assert min(bench.asked) * bench.seconds_of_range <= 30

@@ -3,9 +3,7 @@
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from unittest import mock
 
-import grpc
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -24,11 +22,10 @@ from outbox.message import (
     parsed,
 )
 from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, arrow_states, is_dead
-from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
+from publishworker.pubsub.publisher import topic_filter
 from publishworker.spanner import relay_sql
 from publishworker.types import LockedRow
-from tests.simulation.pubsub import Refused
-from tests.support.fakes import FakeStore
+from tests.support.fakes import FakePublisher, FakeStore, is_refused
 from tests.support.parts import relay_of
 
 PRECISELY = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
@@ -202,42 +199,9 @@ def _rows(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw((WILD if name in wild else GOOD)[name]) for name in GOOD}
 
 
-class Service:
-    """Pub/Sub, as strict as the real one: a transport, and its channel."""
-
-    def __init__(self) -> None:
-        self.published: list[tuple[str, Any]] = []
-        calls = {"future": self.future, "with_call": lambda request, **_more: (None, self.future(request))}
-        sends = {f"unary_unary.return_value.{name}.side_effect": call for name, call in calls.items()}
-        self.grpc_channel = mock.Mock(**sends)
-
-    def future(self, request: Any, **_more: Any) -> Any:
-        assert request.ByteSize() <= MAX_REQUEST_BYTES
-        keys = {message.ordering_key for message in request.messages}
-        answer = mock.Mock()
-        answer.add_done_callback.side_effect = lambda callback: callback(answer)
-        if request.topic not in EXISTS:
-            answer.exception.return_value = Refused(grpc.StatusCode.NOT_FOUND)
-        elif len(keys) > 1 or any(_is_refused(message) for message in request.messages):
-            answer.exception.return_value = Refused(grpc.StatusCode.INVALID_ARGUMENT)
-        else:
-            answer.exception.return_value = None
-            self.published += [(request.topic, message) for message in request.messages]
-            answer.result.return_value.message_ids = [str(number) for number in range(len(request.messages))]
-        return answer
-
-
-def _is_refused(message: Any) -> bool:
-    sizes = [(len(key.encode()), len(value.encode())) for key, value in message.attributes.items()]
-    bad = any(not 0 < key <= 256 or value > 1024 for key, value in sizes)
-    return bad or len(sizes) > 100 or len(message.ordering_key.encode()) > 1024
-
-
 @given(st.lists(_rows(), min_size=1, max_size=8))
 def _relayed(given: list[dict[str, Any]]) -> None:
-    store, service = FakeStore(), Service()
-    transport: Any = service
-    publisher = PubSubPublisher(transport, "test-project", topic_filter(ALLOWED, "test-project"))
+    store, publisher = FakeStore(), FakePublisher(*EXISTS, allowed=topic_filter(ALLOWED, "test-project"))
     relay = relay_of(store, publisher, batch_bytes=8_000_000, retries={"max_attempts": 3, "dead_after": 0})
     for number, columns in enumerate(given):
         store.insert(f"{number}", **columns)
@@ -249,8 +213,8 @@ def _relayed(given: list[dict[str, Any]]) -> None:
     relay.finish()
     rows = {f"{number}": columns for number, columns in enumerate(given)}
     sent = []
-    for topic, message in service.published:
-        sent.append(id := message.attributes[TASK_ID_ATTRIBUTE])
+    for topic, id, message in publisher.published:
+        sent.append(id)
         assert topic in EXISTS
         assert message == _wanted(id, rows[id])
         assert not _has_expired(rows[id])
@@ -286,7 +250,7 @@ def _wanted(id: str, columns: dict[str, Any]) -> Any:
 def _must_go(id: str, columns: dict[str, Any]) -> bool:
     """Return whether nothing is wrong with the row, so that the relay sends it in any case."""
     message = _wanted(id, columns)
-    if message is None or topic_name(columns["topic"], "test-project") not in EXISTS or _is_refused(message):
+    if message is None or topic_name(columns["topic"], "test-project") not in EXISTS or is_refused(message):
         return False
     due = columns["available_at"] is None or columns["available_at"] <= NOON
     expires = columns["expires_at"] is not None and columns["expires_at"] < NOON + timedelta(days=30)
