@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -99,22 +100,20 @@ def test_a_variable_with_a_dead_address_is_named(monkeypatch: pytest.MonkeyPatch
         _expect_not_reached(f"SPANNER_EMULATOR_HOST is '{host}', but nothing answers")
 
 
-@pytest.mark.parametrize("variable", ["SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST"])
-@pytest.mark.parametrize(
-    "text",
-    ["::1:8085", "[::1]", "[::1:8085", "[1.2.3.4]:1", "localhost", "http://localhost:8085", "localhost:http",
-     "localhost:65536", "localhost:0", ":8085", "local host:1", "localhost:8085/", "localhost:٨"],
-)  # fmt: skip
-def test_a_variable_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+@pytest.mark.parametrize(("program", "connect"), [(emulators.SPANNER, open_database), (emulators.PUBSUB, open_pubsub)])
+def test_a_variable_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch, program: Any, connect: Any) -> None:
     """In each command, whichever connection it opens first."""
-    monkeypatch.setenv(variable, text)
-    sentence = f"{variable}: {text!r} is not allowed. It must be HOST:PORT or [IPV6]:PORT"
     place = PubSubSettings.read(dict.fromkeys(("project", "instance", "database"), "shop"), {})
-    of_spanner = variable == emulators.SPANNER.variable
-    with pytest.raises(SettingError, match=re.escape(sentence)):
-        open_database(place) if of_spanner else open_pubsub(place)
-    with pytest.raises(SettingError, match=re.escape(sentence)):
-        emulators.running_one(emulators.SPANNER if of_spanner else emulators.PUBSUB).__enter__()
+    for text in (
+        "::1:8085", "[::1]", "[::1:8085", "[1.2.3.4]:1", "localhost", "http://localhost:8085", "localhost:http",
+        "localhost:65536", "localhost:0", ":8085", "local host:1", "localhost:8085/", "localhost:٨",
+    ):  # fmt: skip
+        monkeypatch.setenv(program.variable, text)
+        sentence = f"{program.variable}: {text!r} is not allowed. It must be HOST:PORT or [IPV6]:PORT"
+        with pytest.raises(SettingError, match=re.escape(sentence)):
+            connect(place)
+        with pytest.raises(SettingError, match=re.escape(sentence)):
+            emulators.running_one(program).__enter__()
 
 
 @pytest.mark.usefixtures("_nothing_installed")

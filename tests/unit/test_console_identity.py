@@ -206,19 +206,18 @@ def test_a_name_is_utf8(name: str) -> None:
     assert PROXY(request({"X-Forwarded-Email": name.encode().decode("latin-1")})) == name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "evil@evil.com, vi@example.com", "evil@evil.com;vi@example.com", "evil@evil.com vi@example.com",
-        "evil@evil.com\tvi@example.com", "Vi <vi@example.com>", '"evil@evil.com"@example.com',
-        "evil@evil.com@example.com", "@example.com", "vi@", "x" * 309 + "@example.com", "jo\u0308rg@example.com",
-        "\u212aai@example.com", "vi\u200b@example.com", "vi\u202e@example.com", "evil@evil.com\x85vi@example.com",
-        "j\udcf6rg",
-    ],
+NOT_ONE = (
+    "evil@evil.com, vi@example.com", "evil@evil.com;vi@example.com", "evil@evil.com vi@example.com",
+    "evil@evil.com\tvi@example.com", "Vi <vi@example.com>", '"evil@evil.com"@example.com', "evil@evil.com@example.com",
+    "@example.com", "vi@", "x" * 309 + "@example.com", "jo\u0308rg@example.com", "\u212aai@example.com",
+    "vi\u200b@example.com", "vi\u202e@example.com", "evil@evil.com\x85vi@example.com", "j\udcf6rg",
 )  # fmt: skip
-def test_a_header_names_one_person_in_one_notation_of_utf8(name: str) -> None:
-    with pytest.raises(Refused, match="The proxy did not name one person"):
-        PROXY(request({"X-Forwarded-Email": name.encode(errors="surrogateescape").decode("latin-1")}))
+
+
+def test_a_header_names_one_person_in_one_notation_of_utf8() -> None:
+    for name in NOT_ONE:
+        with pytest.raises(Refused, match="The proxy did not name one person"):
+            PROXY(request({"X-Forwarded-Email": name.encode(errors="surrogateescape").decode("latin-1")}))
 
 
 @pytest.mark.parametrize("wrong", [lambda: Header("", []), lambda: Header("X-Email", "10.0.0.1/8"), lambda: Iap("")])

@@ -241,20 +241,17 @@ def test_a_task_and_register_once_have_the_arguments_of_register(function: Calla
 SESSION = mock.Mock()
 
 
-@pytest.mark.parametrize(
-    "transaction",
-    [None, object(), Batch(SESSION), MutationGroup(SESSION), Snapshot(SESSION), AsyncTransaction(SESSION)],
-    ids=lambda each: type(each).__name__,
-)
-def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
+def test_an_object_that_cannot_read_and_insert_is_a_type_error() -> None:
     """The sentence names the type and the remedy. The read of an asynchronous Transaction would have to be awaited."""
-    with pytest.raises(TypeError) as caught:
-        once(transaction)
-    assert str(caught.value) == (
-        f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because register_once reads "
-        "before it writes: call it in a function given to database.run_in_transaction, or use register. For the "
-        "transaction of an AsyncClient, await outbox.aio.register_once"
-    )
+    of_client = (Batch(SESSION), MutationGroup(SESSION), Snapshot(SESSION), AsyncTransaction(SESSION))
+    for transaction in (None, object(), *of_client):
+        with pytest.raises(TypeError) as caught:
+            once(transaction)
+        assert str(caught.value) == (
+            f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because register_once reads "
+            "before it writes: call it in a function given to database.run_in_transaction, or use register. For the "
+            "transaction of an AsyncClient, await outbox.aio.register_once"
+        )
 
 
 @pytest.mark.parametrize("ending", [{"committed": NOW}, {"rolled_back": True}])

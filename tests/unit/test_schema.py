@@ -202,22 +202,17 @@ FIRST, NEW = Layout(10), Layout(32, "32")
 COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
 
 
-@pytest.mark.parametrize(
-    ("recorded", "polls", "expected"),
-    [
+def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it() -> None:
+    for recorded, polls, expected in (
         (POLLED, "Shard", ("wait", NEW, "Waiting until w also polls Shard32")),  # as of a worker without `Polls`
         (POLLED, "Shard,Shard32", ("set", FIRST, "Let workers stop polling Shard")),
         (RETIRED, "Shard,Shard32", ("wait", FIRST, "Waiting until w no longer polls Shard")),
         (RETIRED, "Shard32", ("drop", FIRST, "Drop the indexes of Shard and the column")),
-    ],
-)
-def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it(
-    recorded: str, polls: str, expected: tuple[object, ...]
-) -> None:
-    workers = {"w": frozenset(polls.split(","))}
-    step = next_step(Snapshot({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
-    assert step is not None
-    assert (step.kind, step.layout, step.text) == expected
+    ):
+        workers = {"w": frozenset(polls.split(","))}
+        step = next_step(Snapshot({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
+        assert step is not None
+        assert (step.kind, step.layout, step.text) == expected
 
 
 def test_statements_and_shard_ids_name_the_layout() -> None:
@@ -383,19 +378,17 @@ def test_a_bad_plan_is_named(statement: str, bad: QueryPlan, sentence: str) -> N
     assert [each for each in problems(bad, statement) if sentence in each], problems(bad, statement)
 
 
-@pytest.mark.parametrize(
-    ("statement", "good"),
-    [
-        (POLL, GOOD),
-        (POLL, plan(("Sort", {}, (1,), ""), ("Limit", {}, (2,), ""), ("Filter Scan", {}, (3,), "x"), scan(INDEX))),
-        (LOCK, plan(("Sort", {}, (1,), ""), SEEK, scan(TABLE))),
-        ("SELECT 1 FROM AsynchronousTaskTopics", plan(scan("AsynchronousTaskTopics", **{"Full scan": "true"}))),
-        (POLL, QueryPlan()),
-    ],
-    ids=["seek", "sort of a limited range", "sort of rows by key", "small table", "none, as of the emulator"],
-)
-def test_a_good_plan_has_no_problem(statement: str, good: QueryPlan) -> None:
-    assert problems(good, statement) == []
+def test_a_good_plan_has_no_problem() -> None:
+    limited = plan(("Sort", {}, (1,), ""), ("Limit", {}, (2,), ""), ("Filter Scan", {}, (3,), "x"), scan(INDEX))
+    small = "AsynchronousTaskTopics"
+    for name, statement, good in (
+        ("seek", POLL, GOOD),
+        ("sort of a limited range", POLL, limited),
+        ("sort of rows by key", LOCK, plan(("Sort", {}, (1,), ""), SEEK, scan(TABLE))),
+        ("small table", f"SELECT 1 FROM {small}", plan(scan(small, **{"Full scan": "true"}))),
+        ("none, as of the emulator", POLL, QueryPlan()),
+    ):
+        assert problems(good, statement) == [], name
 
 
 def test_a_plan_is_shown_as_a_tree() -> None:
