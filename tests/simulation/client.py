@@ -8,6 +8,7 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import takewhile
 from math import inf
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, NO_SEQUENCE, first_due, is_dead
+from publishworker.types import TopicKey
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
 from tests.support.fakes import StoredTask
@@ -234,14 +236,8 @@ class Work:
 
     def _follows_a_batch(self, row: StoredTask) -> bool:
         """Tell whether a batch may be publishing the tasks before this one of its key."""
-        place, now = (row.created_at, row.sequence or 0), self.table.time()
-        return any(
-            (each.topic, each.ordering_key) == (row.topic, row.ordering_key)
-            and each.sent_at is None
-            and (each.created_at, each.sequence or 0) < place
-            and (each.available_at is None or each.available_at <= now)
-            for each in self.table.rows.values()
-        )
+        of_key = self.table.unsent_of(TopicKey(row.topic, row.ordering_key or ""))
+        return any(map(self.table.is_due, takewhile(lambda each: each is not row, of_key)))
 
 
 def transact(

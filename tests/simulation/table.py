@@ -35,9 +35,8 @@ class Table(FakeStore):
     def deferred_heads(self, *, skip_dead: bool) -> dict[TopicKey, str]:
         """Return the keys whose first task that may block is deferred until later, each with this task."""
         now, found = self.time(), {}
-        for key, queue in self._unsent_of_key.items():
-            rows = (self.rows[id] for _, _, id in queue)
-            in_time = (row for row in rows if not self.waiting(row).expired_before_due)
+        for key in self._unsent_of_key:
+            in_time = (row for row in self.unsent_of(key) if not self.waiting(row).expired_before_due)
             blocking = (row for row in in_time if not (skip_dead and is_dead(row.available_at)))
             head = next(blocking, None)
             if head is not None and head.blocked_by is not None and head.available_at and head.available_at > now:
@@ -50,12 +49,7 @@ class Table(FakeStore):
         heads = []
         keys = {TopicKey(row.topic, row.ordering_key) for id in ids if (row := self.rows.get(id)) and row.ordering_key}
         for key in keys:
-            rows = (self.rows[id] for _, _, id in self._unsent_of_key[key] if id not in ids)
-            others = (
-                row
-                for row in rows
-                if not is_dead(row.available_at) and (row.blocked_by or not self.waiting(row).expired_before_due)
-            )
-            head = next(others, None)
+            others = (row for row in self.unsent_of(key) if row.id not in ids and not is_dead(row.available_at))
+            head = next((row for row in others if row.blocked_by or not self.waiting(row).expired_before_due), None)
             heads += [head.id] if head is not None and head.blocked_by else []
         return sorted(heads)

@@ -232,24 +232,27 @@ class FakeStore:
         self._answer()
         self.seen_at.pop(worker, None)
 
+    def unsent_of(self, key: TopicKey) -> Iterator[StoredTask]:
+        """Return the unsent tasks of an ordering key in their order."""
+        return (self.rows[id] for _, _, id in self._unsent_of_key.get(key, ()))
+
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self._answer()
         self.require(keys.values())
         found: dict[TopicKey, list[QueuedTask]] = {}
         with self._lock:
             for key in keys:
-                rows = (self.rows[id] for _, _, id in self._unsent_of_key[key])
-                wanted = (row for row in rows if not (skip_dead and is_dead(row.available_at)))
+                wanted = (row for row in self.unsent_of(key) if not (skip_dead and is_dead(row.available_at)))
                 if first := [self.waiting(row) for row in itertools.islice(wanted, per_key)]:
                     found[key] = first
         return found
 
     def waiting(self, row: StoredTask) -> QueuedTask:
-        is_due, deferred = self._is_due(row), row.blocked_by is not None
+        is_due, deferred = self.is_due(row), row.blocked_by is not None
         expired = not is_due and row.expires_at is not None and row.expires_at <= self.now
         return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired), deferred, expired)
 
-    def _is_due(self, row: StoredTask) -> bool:
+    def is_due(self, row: StoredTask) -> bool:
         return row.available_at is None or row.available_at <= self.now
 
     def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
