@@ -96,7 +96,7 @@ class Delivery:
         return self._timing.transactions
 
     def give_up(self) -> list[Unmarked]:
-        """Mark no more, because the process ends. Return what is not written. Called on the relay's thread."""
+        """Mark no more, because the process ends. Return what is not written. Callable on any thread."""
         return [] if self._mark_retry is None else self._mark_retry.give_up()
 
     def reports(self) -> Iterator[Delivered | Unmarked | Cancelled]:
@@ -217,7 +217,7 @@ class Delivery:
         self._error = str(error)
         # After a refusal nothing was written, so keep the failed attempts and deferrals of the claimed tasks, and write
         # them later. Drop those of the tasks in `releases`, because the next commit decides again about them. After any
-        # other error the commit may have succeeded, so drop all.
+        # other error the commit may have succeeded, so drop those of all claimed tasks.
         releases = [task.id for task in self.claim.releases]
         self._results.forget_unwritten(releases if isinstance(error, Refused) else self.claim.locks)
         self._mark_retry = MarkRetry(self, [self.claim.part(self._results.to_write())], self._tools.marking)
@@ -268,7 +268,8 @@ class Results:
     def unanswered(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the eligible rows to publish now: tasks of the claim without an answer.
 
-        Leave out tasks whose key a failure of an earlier task stops. Record the failures of those that have expired.
+        Leave out the later tasks of a key after a failure that stops it. Record the failures of those that have
+        expired.
         """
         stopped: set[str] = set()
         unanswered: list[LockedRow] = []
@@ -373,7 +374,7 @@ class Timing:
             self._end(COMMIT if has_decided else CLAIM)
 
     def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
-        """Record the answers for locked rows."""
+        """End the phase, and record the latencies of the published rows."""
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:
             if isinstance(answers.get(row.id), Published):

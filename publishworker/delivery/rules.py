@@ -65,7 +65,7 @@ class RetryPolicy:
     skip_dead: bool = False
 
     def for_topic(self, controls: TopicControls) -> "RetryPolicy":
-        """Return this policy with the values of the topic. Its first delay may raise the longest one."""
+        """Return this policy with the values of the topic. A first delay that exceeds `longest` replaces it, too."""
         initial = controls.backoff_initial_seconds
         own = {
             "initial": initial,
@@ -254,6 +254,6 @@ def should_record(claim: Claim, id: str, failure: Failed) -> bool:
 
 
 def last_error(failure: Failed) -> str:
-    """Return the text for LastError: valid UTF-8, and no part of the message."""
+    """Return the text for LastError: valid UTF-8, and no message data."""
     text = f"{failure.reason}: {failure.error}"[:MAX_ERROR_CHARACTERS]
     return text.encode("utf-8", "replace").decode()

@@ -104,7 +104,7 @@ class App:
         )
         samples: tuple[Callable[[TaskTable], None], ...] = (
             partial(send_ages, metrics, history),
-            lambda table: send_backlog(metrics, history, self.relay.load.topics, table),
+            lambda table: send_backlog(metrics, history, self.relay.topics, table),
         )
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership)
@@ -155,7 +155,7 @@ class App:
             )
             return process.FAILED
         else:
-            if in_time or not self.relay.load.batches:  # without batches, only a read of the last turn has no answer
+            if in_time or not self.relay.batches:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
                 return process.DONE
             self._metrics.count(m.FORCED_STOP, 1, reason=m.SHUTDOWN_TIMEOUT)

@@ -60,7 +60,7 @@ class WorkerGauges:
         # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
         for reason in m.STOP_REASONS:
             self._metrics.zero(m.FORCED_STOP, reason=reason)
-        for topic in load.topics:
+        for topic in self._relay.topics:
             self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
         circuits = load.circuits.items()
         states = {(topic,): m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits}
@@ -148,7 +148,7 @@ def worker_info(settings: RelaySettings, relay: Relay, history: History, shards:
         "version": __version__,
         "shards": runs,
         "shards_left_out": len(shards) - sum(1 + last - first for first, last in runs),
-        "in_flight": load.batches,
+        "in_flight": relay.batches,
         "utilization": round(load.utilization, 2),
         "settings": dict(_changed(settings)),
     }

@@ -43,7 +43,7 @@ class CircuitState(NamedTuple):
 
 
 class Topics:
-    """The controls, circuits and limits of all topics. Only the relay's thread uses it."""
+    """The controls, circuits and limits of all topics. Only the thread of the turns uses it, except `paused`."""
 
     def __init__(self, host: Host) -> None:
         self._circuits = CircuitBreakers(host.random, host.clock)
@@ -100,7 +100,8 @@ class Topics:
     def permit(self, claim: Claim) -> Claim | None:
         """Return the claim with the controls of its topic, or None if the topic is paused. Use tokens of the limit.
 
-        If the topic has failed lately, the claim says so. A claim that only defers tasks starts in spite of a pause.
+        If the circuit is not closed, the claim is a probe, and it names its suspects. A claim that only defers tasks
+        starts in spite of a pause.
         """
         if claim.kind is Kind.DEFER:
             return self._with_controls(claim)

@@ -14,9 +14,9 @@ from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Cancelled, Claim, Delivered, Kind, TopicKey, Unmarked
 
-#: A worker has two stall detectors: the file of its liveness probe reveals a loop that hangs, and this limit a batch
-#: that hangs, without a probe. A batch that has begun no transaction for this many seconds is stuck. A transaction, and
-#: the pause before the next one, take less.
+#: A worker has two stall detectors: the file of its liveness probe reveals a loop that hangs. This limit reveals a
+#: batch that hangs, and needs no probe. A batch that has begun no transaction for this many seconds is stuck. A
+#: transaction, and the pause before the next one, take less.
 STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
@@ -27,7 +27,7 @@ WATCH_SECONDS = 1.0
 MAX_TURN_WAIT_SECONDS = 0.25
 #: Max batches that take no place because they are aside (see InFlight).
 MAX_ASIDE = 100
-#: Max bytes of messages in flight: four full batches. A single message may exceed it. In memory a message takes several
+#: Max bytes of messages in flight: four full batches. In memory a message takes several
 #: times its size, because Spanner's response, the decoded value, the message, the publish request and its serialized
 #: form each hold a copy.
 MAX_IN_FLIGHT_BYTES = 32_000_000
@@ -78,7 +78,9 @@ class _Entry:
 
 
 class InFlight:
-    """Starts batches and collects their reports. It belongs to one thread; batches run on others.
+    """Starts batches, which run on threads of their own, and collects their reports.
+
+    One thread uses it. Any thread may ask for its length, and call `shut_down` and `report_in_doubt`.
 
     A batch reports what became of its tasks. A batch is in flight until its tasks are marked or given up. While it
     marks again, it keeps its place. If all commits fail, the worker soon has no free place, and publishes nothing new.
@@ -233,7 +235,7 @@ class InFlight:
         return reports
 
     def report_in_doubt(self) -> None:
-        """Report the tasks in doubt if the process ends before the batches do. Callable on any thread."""
+        """Report the tasks of batches in flight that are in doubt, because the process ends. Callable on any thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 entry, report = self._reports.get(timeout=0)

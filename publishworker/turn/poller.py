@@ -76,7 +76,7 @@ class Poller:
     def shards_for(self, number: int) -> tuple[int, ...]:
         """Return the worker's shards, or `number` of them, drawn at random. Later reads cover the others.
 
-        OUT-LOSS-2: so a database that is too slow for one read of all shards sends the tasks of each.
+        OUT-LOSS-2: so tasks of every shard are sent even if the database is too slow for one read of all.
         """
         shards, number = self._membership.shards, max(1, number)
         return shards if number >= len(shards) else tuple(self._host.random.sample(shards, number))
@@ -117,7 +117,7 @@ class PollSize:
     would take seven times as long (tests/simulation/test_promises.py).
 
     `per_range` doubles after a poll that returned `per_range` rows of a range and found fewer tasks than there is room
-    for, because the others were in flight. It halves after a poll that returned more than twice the target.
+    for. It halves after a poll that returned more than twice the target.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -198,8 +198,8 @@ class KnownTopics:
 class ReadSize:
     """Limits reads to `limit` ranges, or ordering keys.
 
-    OUT-LOSS-2: otherwise a database that is too slow for a read would send no task.
-    After a read times out, the limit is a quarter of its ranges. Each read that succeeds raises it by a tenth.
+    OUT-LOSS-2: otherwise no task would be sent while reads time out.
+    After a read times out, the limit is a quarter of its ranges. Each larger read that succeeds raises it by a tenth.
     """
 
     def __init__(self, max_ranges: int) -> None:

@@ -16,15 +16,10 @@ from publishworker.types import Claim, Delivered, Next, Turn
 
 
 class Load(NamedTuple):
-    """The load now: the batches in flight, their places, and the part of all places that they take (0 to 1).
+    """The places that are taken, their part of all places (0 to 1), and the circuits that are not closed."""
 
-    Also the topics that have, or recently had, unsent tasks, and the circuits that are not closed.
-    """
-
-    batches: int
     places_taken: int
     utilization: float
-    topics: frozenset[str]
     circuits: Mapping[str, CircuitState]
 
 
@@ -80,14 +75,22 @@ class Relay:
 
     @property
     def load(self) -> Load:
-        """Return the load now."""
+        """Return the load now. Only the thread of the turns may ask, because batches start on it."""
         return Load(
-            batches=len(self._in_flight),
             places_taken=self._in_flight.places_by_topic().total(),
             utilization=self._in_flight.utilization,
-            topics=self._discoverer.topics,
             circuits=self._topics.circuit_states(),
         )
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches in flight. Callable on any thread."""
+        return len(self._in_flight)
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that have, or recently had, unsent tasks, except paused ones. Callable on any thread."""
+        return self._discoverer.topics
 
     def find_next_due(self) -> float | None:
         """Return the seconds until the next task is due, or None if there is none. Raises StoreError."""
@@ -98,7 +101,7 @@ class Relay:
         return self._woken.wait(seconds)
 
     def report_in_doubt(self) -> None:
-        """Report the tasks in doubt if the process ends before the batches do. Callable on any thread."""
+        """Report the tasks of batches in flight that are in doubt, because the process ends. Callable on any thread."""
         self._in_flight.report_in_doubt()
 
     def wake(self) -> None:

@@ -2,9 +2,9 @@
 
 Priorities are compared over all topics. Candidates of the same priority, topic and shard that are all ready, or all
 due, form a slice. Slices of equal priority are shuffled, so that workers that read the same backlog rarely choose the
-same tasks, and neither ready nor due tasks wait for all of the others. A batch holds one topic. It is filled from
-several slices, because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is
-not split, unless a limit of its topic allows only a part.
+same tasks, and ready tasks do not wait for all due ones, nor due tasks for all ready ones. A batch holds one topic. It
+is filled from several slices, because a small batch takes as many requests as a full one. The sendable prefix of an
+ordering key is not split, unless a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict
@@ -60,8 +60,8 @@ class FairShare:
         """Count the `batches` that start, `given` of them for lower priorities.
 
         `highest` is the highest priority of all candidates. The owed batches have a max, because they would grow for as
-        long as no task of lower priority waits. If a poll finds no task of a lower priority, the share is kept for the
-        next turn.
+        long as no task of lower priority waits. If a poll finds no task below the last chosen priority, the share is
+        kept for the next turn.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)

@@ -231,7 +231,7 @@ class View:
     """A relay with three batches in flight, as far as a heartbeat asks for it."""
 
     def __init__(self, **circuits: CircuitState) -> None:
-        self.load = Load(3, 3, 0.375, frozenset(circuits), circuits)
+        self.batches, self.load = 3, Load(3, 0.375, circuits)
 
 
 def settings(**flags: str) -> WorkerSettings:

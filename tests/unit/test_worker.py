@@ -403,7 +403,7 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=seconds)
     app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.MagicMock(), mock.Mock(), Metrics(counted)
     app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
-    app._worker.run.side_effect, app.relay.load.batches = run, in_flight
+    app._worker.run.side_effect, app.relay.batches = run, in_flight
     caplog.set_level("INFO", "publishworker")
     stop.set()
     assert App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9) == code
