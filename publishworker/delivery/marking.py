@@ -67,7 +67,7 @@ class SharedMarking:
 
 
 class MarkRetry:
-    """Writes the marks of one batch again. It divides what is refused, or fails while others commit, into single rows."""
+    """Writes the marks of a batch again. It divides what is refused, or fails while others commit, into single rows."""
 
     def __init__(
         self,
