@@ -136,6 +136,8 @@ def test_discovery_reads_the_given_shards(harness: Harness) -> None:
     [candidate] = harness.store.poll(poll_request("orders"))
     assert harness.store.discover([candidate.shard], ()).topics == {"orders"}
     assert harness.store.discover([each for each in ALL if each != candidate.shard], ()).topics == frozenset()
+    harness.store.claim(["a"], send_all)
+    assert harness.store.discover(ALL, ()).topics == frozenset()
 
 
 def test_empty_topics_and_ids_are_found(harness: Harness) -> None:
