@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-OVERLAYS = {path.name: path for path in sorted((K8S / "overlays").iterdir()) if path.is_dir()}
-SPARK = K8S / "spark"
+OVERLAYS = sorted(f"overlays/{path.name}" for path in (K8S / "overlays").iterdir() if path.is_dir())
 GOLDEN = Path(__file__).parent / "golden"
 #: The version of Kubernetes with whose schemas objects are validated; it is the one of GKE's regular channel.
 KUBERNETES = "1.33"
@@ -34,7 +34,63 @@ KUBERNETES = "1.33"
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
 
 Object = dict[str, Any]
-Objects = list[Object]
+
+
+class Objects(list[Object]):
+    """The objects of a kustomization or of a release of the chart."""
+
+    #: The YAML that kustomize prints.
+    text = ""
+
+    def validate(self) -> None:
+        for each in self:
+            validate(each)
+
+    def of_kind(self, kind: str) -> list[Object]:
+        return [each for each in self if each["kind"] == kind]
+
+    def the(self, kind: str, name: str | None = None) -> Object:
+        [found] = [each for each in self.of_kind(kind) if name in (None, each["metadata"]["name"])]
+        return found
+
+    def template(self, name: str = "publishworker") -> Object:
+        """Return the template of the pods of a Deployment."""
+        return dict(self.the("Deployment", name)["spec"]["template"])
+
+    def container(self, name: str = "publishworker", pod: str = "publishworker") -> Object:
+        spec = self.template(pod)["spec"]
+        [found] = [each for each in [*spec.get("initContainers", []), *spec["containers"]] if each["name"] == name]
+        return dict(found)
+
+    def environment(self, name: str = "publishworker", pod: str = "publishworker") -> dict[str, str]:
+        """Return the variables of a container, as Kubernetes would set them in its pod; none is set twice."""
+        result: dict[str, str] = {}
+        of = self.container(name, pod)
+        for source in of.get("envFrom", []):
+            result |= self.the("ConfigMap", source["configMapRef"]["name"])["data"]
+        for variable in of.get("env", []):
+            assert variable["name"] not in result
+            given = "value" in variable
+            result[variable["name"]] = variable["value"] if given else _field(self.template(pod), variable)
+        return result
+
+    def selectors(self) -> set[str]:
+        """Return each selection of pods, as JSON: those by which Deployments select their pods, which have them."""
+        found: set[str] = set()
+
+        def find(value: Any) -> None:
+            if isinstance(value, dict):
+                found.update([json.dumps(value["matchLabels"])] if "matchLabels" in value else [])
+            for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+                find(each)
+
+        # An egress rule selects the pods of others.
+        find([{key: each["spec"][key] for key in each["spec"] if key != "egress"} for each in self if "spec" in each])
+        deployments = [each["spec"] for each in self.of_kind("Deployment")]
+        assert found == {json.dumps(each["selector"]["matchLabels"]) for each in deployments}
+        for each in deployments:
+            assert each["selector"]["matchLabels"].items() <= each["template"]["metadata"]["labels"].items()
+        return found
 
 
 def programs(*names: str) -> None:
@@ -54,20 +110,31 @@ def kubectl() -> str:
 
 
 @functools.cache
-def rendered_text(directory: Path) -> str:
-    done = subprocess.run([kubectl(), "kustomize", directory], capture_output=True, text=True, check=False, timeout=60)
+def _rendered(folder: Path) -> Objects:
+    done = subprocess.run([kubectl(), "kustomize", folder], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
-    return done.stdout
+    objects = Objects(_parsed(done.stdout))
+    objects.text = done.stdout
+    return objects
 
 
-@functools.cache
-def _parsed(text: str) -> Objects:
+def _parsed(text: str) -> list[Object]:
     return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
-def rendered(directory: Path) -> Objects:
-    return copy.deepcopy(_parsed(rendered_text(directory)))
+def rendered(folder: Path | str) -> Objects:
+    """Return the objects of a folder, which can be a name in k8s."""
+    return copy.deepcopy(_rendered(K8S / folder))
+
+
+def composed(folder: Path, base: str, *components: str, **more: Any) -> Path:
+    """Write a kustomization of a folder and of components of k8s. Return its own folder, which no other test has."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    paths = [os.path.relpath(K8S / each, folder) for each in (base, *(f"components/{name}" for name in components))]
+    kustomization = {"resources": paths[:1], "components": paths[1:], **more}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return folder
 
 
 def check_golden(name: str, text: str) -> None:
@@ -101,61 +168,9 @@ def templates(each: Object) -> Iterator[Object]:
         yield {key: each[key] for key in ("metadata", "spec")}
 
 
-def of_kind(objects: Objects, kind: str) -> Objects:
-    return [each for each in objects if each["kind"] == kind]
-
-
-def the(objects: Objects, kind: str, name: str | None = None) -> Object:
-    [found] = [each for each in of_kind(objects, kind) if name in (None, each["metadata"]["name"])]
-    return found
-
-
-def worker(objects: Objects) -> Object:
-    return the(objects, "Deployment", "publishworker")
-
-
-def container(deployment: Object, name: str) -> Object:
-    pod = deployment["spec"]["template"]["spec"]
-    [found] = [each for each in [*pod.get("initContainers", []), *pod["containers"]] if each["name"] == name]
-    return dict(found)
-
-
-def environment(objects: Objects, pod: Object, of: Object) -> dict[str, str]:
-    """Return the variables of a container, as Kubernetes would set them in this pod; none is set twice."""
-    result: dict[str, str] = {}
-    for source in of.get("envFrom", []):
-        result |= the(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
-    for variable in of.get("env", []):
-        assert variable["name"] not in result
-        result[variable["name"]] = variable["value"] if "value" in variable else _field(pod, variable)
-    return result
-
-
 def _field(pod: Object, variable: Object) -> str:
     path = variable["valueFrom"]["fieldRef"]["fieldPath"]
     if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
         return str(pod["metadata"]["labels"][label[1]])
     here = {"status.hostIP": "127.0.0.1", "status.podIP": "127.0.0.1", "metadata.uid": "0-0-0"}
     return here.get(path) or str(pod["metadata"]["name"])
-
-
-def pods(deployment: Object) -> Object:
-    """Return the labels by which a Deployment selects its pods, which have them."""
-    selected: Object = deployment["spec"]["selector"]["matchLabels"]
-    assert selected.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    return selected
-
-
-def selectors(objects: Objects) -> set[str]:
-    """Return each selection of pods in these objects, as JSON."""
-    found: set[str] = set()
-
-    def find(value: Any) -> None:
-        if isinstance(value, dict):
-            found.update([json.dumps(value["matchLabels"])] if "matchLabels" in value else [])
-        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            find(each)
-
-    # An egress rule selects the pods of others.
-    find([{key: each["spec"][key] for key in each["spec"] if key != "egress"} for each in objects if "spec" in each])
-    return found

@@ -1,7 +1,6 @@
 """The Helm chart renders the objects of the kustomize base. Helm itself renders it, as a library."""
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,14 @@ import pytest
 import yaml
 
 from outbox import __version__
-from tests.manifests.rendering import (
-    K8S,
-    Objects,
-    check_golden,
-    kubectl,
-    pods,
-    rendered,
-    selectors,
-    templates,
-    the,
-    validate,
-    worker,
-)
+from tests.manifests.rendering import K8S, Objects, check_golden, composed, kubectl, rendered, templates
 
 CHART = K8S / "helm"
 SETTINGS = {"OUTBOX_PROJECT": "bank-1", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop", "OUTBOX_WAKE": "off"}
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 JOB = {"name": "job", "args": ["status"]}
+#: What each overlay of kustomize sets.
+UNSET = {"image": {"repository": "publishworker", "tag": "unset"}, "env": "unset"}
 #: All values at once. The variables are those of components/opentelemetry.
 VALUES = {
     "image": {"repository": "europe-docker.pkg.dev/bank-1/outbox/publishworker", "tag": "1.2", "digest": DIGEST},
@@ -52,17 +41,17 @@ def installed(chart: Any, release: str = "publishworker", /, **values: Any) -> O
     """Return what `helm template` prints, by kind."""
     chart.validate_schema(values)
     texts = chart.render(values, name=release, namespace="outbox").values()
-    return in_order([each for each in map(yaml.safe_load, texts) if each])
+    return in_order(Objects(filter(None, map(yaml.safe_load, texts))))
 
 
 def in_order(objects: Objects) -> Objects:
-    return sorted(objects, key=lambda each: str(each["kind"]))
+    return Objects(sorted(objects, key=lambda each: str(each["kind"])))
 
 
-def kustomized(folder: Path) -> Objects:
+def kustomized(folder: Path | str) -> Objects:
     """Return the objects by kind, with the settings where the chart has them, so that an old pod keeps its own."""
     objects = rendered(folder)
-    settings = the(objects, "ConfigMap")
+    settings = objects.the("ConfigMap")
     objects.remove(settings)
     values = [{"name": name, "value": value} for name, value in sorted(settings["data"].items())]
     for template in (template for each in objects for template in templates(each)):
@@ -85,20 +74,16 @@ def test_the_files_are_those_that_the_script_writes() -> None:
 
 
 def test_the_chart_renders_the_base(chart: Any) -> None:
-    unset = {"image": {"repository": "publishworker", "tag": "unset"}, "env": "unset"}
-    assert installed(chart, **unset) == kustomized(K8S / "base")
+    assert installed(chart, **UNSET) == kustomized("base")
 
 
 def test_the_chart_renders_the_autoscaler_and_the_job_of_the_components(chart: Any, tmp_path: Path) -> None:
     """The autoscaler sets the number of workers, and a Job runs a command with all of the worker's settings."""
-    unset = {"image": {"repository": "publishworker", "tag": "unset"}, "env": "unset", "settings": SETTINGS}
-    here = Path("../" * len(tmp_path.parts[1:])) / K8S.relative_to("/")
-    settings = {"name": "publishworker", "behavior": "merge"}
-    settings |= {"literals": [f"{name}={value}" for name, value in SETTINGS.items()]}
-    components = [str(here / "components" / name) for name in ("autoscaling", "job")]
-    overlay = {"resources": [str(here / "base")], "components": components, "configMapGenerator": [settings]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    assert installed(chart, **unset, autoscaling={"enabled": True}, job=JOB) == kustomized(tmp_path)
+    literals = [f"{name}={value}" for name, value in SETTINGS.items()]
+    settings = {"name": "publishworker", "behavior": "merge", "literals": literals}
+    folder = composed(tmp_path, "base", "autoscaling", "job", configMapGenerator=[settings])
+    objects = installed(chart, **UNSET, settings=SETTINGS, autoscaling={"enabled": True}, job=JOB)
+    assert objects == kustomized(folder)
 
 
 @pytest.mark.parametrize("name", ["eu", "publishworker"])
@@ -106,21 +91,17 @@ def test_a_release_with_values_renders_as_its_golden_file(chart: Any, name: str)
     """With all values, and with a number of workers instead of an autoscaler."""
     values = VALUES if name == "eu" else {"image": VALUES["image"], "replicas": 5, "settings": SETTINGS}
     objects = installed(chart, name, **values)
-    check_golden(f"chart-{name}.yaml", yaml.safe_dump_all(objects))
-    for each in objects:
-        validate(each)
+    check_golden(f"chart-{name}.yaml", yaml.safe_dump_all(list(objects)))
+    objects.validate()
 
 
 def test_two_releases_in_a_namespace_share_no_object_and_no_pod(chart: Any) -> None:
     a, b = (installed(chart, release) for release in ("eu", "us-publishworker"))
     assert [each["metadata"]["name"] for each in (*a, *b)] == ["eu-publishworker"] * 3 + ["us-publishworker"] * 3
-    assert selectors(a).isdisjoint(selectors(b))
+    assert a.selectors().isdisjoint(b.selectors())
     for objects in (a, b):
-        assert selectors(objects) == {json.dumps(pods(the(objects, "Deployment")))}
-        assert (
-            the(objects, "Deployment")["metadata"]["labels"]["tags.datadoghq.com/service"]
-            == objects[0]["metadata"]["name"]
-        )
+        labels = objects.the("Deployment")["metadata"]["labels"]
+        assert labels["tags.datadoghq.com/service"] == objects[0]["metadata"]["name"]
 
 
 @pytest.mark.parametrize(
@@ -135,23 +116,22 @@ def test_the_tag_is_the_label_and_a_digest_pins_the_image(
     chart: Any, image: dict[str, str], reference: str, version: str
 ) -> None:
     objects = installed(chart, image=image)
-    for each in objects:
-        validate(each)
-    template = worker(objects)["spec"]["template"]
+    objects.validate()
+    template = objects.the("Deployment")["spec"]["template"]
     assert template["spec"]["containers"][0]["image"] == reference
     assert template["metadata"]["labels"]["tags.datadoghq.com/version"] == version
 
 
 @pytest.mark.parametrize(("replicas", "found"), [(0, [0]), (None, [])])
 def test_an_autoscaler_keeps_its_number_of_workers(chart: Any, replicas: int | None, found: list[int]) -> None:
-    spec = worker(installed(chart, replicas=replicas))["spec"]
+    spec = installed(chart, replicas=replicas).the("Deployment")["spec"]
     assert [spec[key] for key in spec if key == "replicas"] == found
 
 
 @pytest.mark.parametrize(("seconds", "grace"), [(None, 60), ("0", 30), ("0.5", 31)])
 def test_the_grace_period_follows_the_shutdown_timeout(chart: Any, seconds: str | None, grace: int) -> None:
-    pod = worker(installed(chart, settings={"OUTBOX_SHUTDOWN_TIMEOUT": seconds}))["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == grace
+    pod = installed(chart, settings={"OUTBOX_SHUTDOWN_TIMEOUT": seconds}).template()
+    assert pod["spec"]["terminationGracePeriodSeconds"] == grace
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from outbox import cli as outbox_cli
 from outbox.errors import SettingError
 from publishworker.process import cli as publishworker_cli
 from publishworker.telemetry import metrics as m
-from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the, worker
+from tests.manifests.rendering import ROOT, rendered
 
 FOLDER = ROOT / "k8s" / "datadog"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
@@ -332,17 +332,17 @@ def test_dashboard_and_alarm_have_the_same_objective() -> None:
 
 def test_queries_use_the_names_of_production() -> None:
     """Monitors and dashboard query the overlay's environment, service and autoscaler, whose own query is correct."""
-    objects = rendered(OVERLAYS["production"])
-    labels = worker(objects)["spec"]["template"]["metadata"]["labels"]
+    objects = rendered("overlays/production")
+    labels = objects.template()["metadata"]["labels"]
     defaults = {each["name"]: each["defaults"] for each in DASHBOARD["template_variables"]}
     for tag in ("env", "service"):
         value = labels[f"tags.datadoghq.com/{tag}"]
         assert defaults[tag] == [value]
         values = {value, "outbox-pipeline"} if tag == "service" else {value}
         assert all(values & {each.removeprefix(f"{tag}:") for each in monitor["tags"]} for monitor in MONITORS.values())
-    scaler = the(objects, "HorizontalPodAutoscaler")["metadata"]["name"]
+    scaler = objects.the("HorizontalPodAutoscaler")["metadata"]["name"]
     assert {*re.findall(r"horizontalpodautoscaler:([\w-]+)", " ".join(QUERIES))} == {scaler}
-    assert list(complaints_about(the(objects, "DatadogMetric")["spec"]["query"])) == []
+    assert list(complaints_about(objects.the("DatadogMetric")["spec"]["query"])) == []
 
 
 def test_the_page_switches_on_the_percentiles_that_are_queried() -> None:

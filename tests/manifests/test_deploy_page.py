@@ -26,21 +26,7 @@ import outbox.cli
 import publishworker.process.cli
 from outbox.errors import SettingError
 from outbox_pipeline import cli
-from tests.manifests.rendering import (
-    GOLDEN,
-    K8S,
-    OVERLAYS,
-    ROOT,
-    SPARK,
-    check_golden,
-    kubectl,
-    of_kind,
-    programs,
-    rendered,
-    rendered_text,
-    the,
-    worker,
-)
+from tests.manifests.rendering import GOLDEN, K8S, OVERLAYS, ROOT, check_golden, composed, kubectl, programs, rendered
 from tests.support.cluster import SHIPPED
 
 #: The text without comments, each instruction in one line.
@@ -94,8 +80,8 @@ def test_an_image_runs_as_a_user_without_root_and_without_pip(stage: str, user: 
 
 def test_the_pods_have_the_user_of_the_image() -> None:
     """User and batch of the manifests are numbers of the Dockerfile."""
-    for overlay in OVERLAYS.values():
-        context = worker(rendered(overlay))["spec"]["template"]["spec"]["securityContext"]
+    for overlay in OVERLAYS:
+        context = rendered(overlay).template()["spec"]["securityContext"]
         assert instructions("worker", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
     assert instructions("console", "USER") == instructions("worker", "USER")
 
@@ -255,18 +241,18 @@ def test_our_own_commands_parse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "golden", "image"),
-    [(WORKER, "production.yaml", "publishworker:0.2.0"), (PIPELINE, "spark.yaml", "outbox-pipeline:0.1.0")],
+    ("page", "folder", "image"),
+    [(WORKER, "overlays/production", "publishworker:0.2.0"), (PIPELINE, "spark", "outbox-pipeline:0.1.0")],
 )
-def test_only_the_values_that_a_page_sets_change(page: str, golden: str, image: str, tmp_path: Path) -> None:
-    """With other names than the placeholders: the overlay is its golden file with these names, and no other change."""
+def test_only_the_values_that_a_page_sets_change(page: str, folder: str, image: str, tmp_path: Path) -> None:
+    """With other names than the placeholders, the folder has these names, and no other change."""
     text = (ROOT / page).read_text(encoding="utf-8")
     name, _, version = image.partition(":")
     defaults = "export PROJECT=my-project REGION=europe-west1 INSTANCE=main DATABASE=shop ENV=production"
     assert defaults in text
     text = text.replace(defaults, "export PROJECT=acme REGION=europe-west1 INSTANCE=big DATABASE=books ENV=staging", 1)
     carried_out(text.replace("BUCKET=my-bucket", "BUCKET=acme-archive", 1), tmp_path)
-    expected = (GOLDEN / golden).read_text(encoding="utf-8")
+    expected = rendered(folder).text
     role = "\n  OUTBOX_DATABASE_ROLE: publishworker" if page == WORKER else ""
     for old, new in {
         f"my-project/outbox/{name}": f"{REGISTRY}/{name}",
@@ -279,19 +265,18 @@ def test_only_the_values_that_a_page_sets_change(page: str, golden: str, image: 
         assert old in expected
         expected = expected.replace(old, new)
     expected = expected.replace("{env:production,", "{env:staging,").replace("gs://my-bucket", "gs://acme-archive")
-    found = rendered_text(tmp_path / "k8s" / ("spark" if page == PIPELINE else "overlays/production"))
+    found = rendered(tmp_path / "k8s" / folder).text
     # The hash of the settings in the ConfigMap's name differs.
-    assert re.sub(r"publishworker-[a-z\d]{10}\b", "HASH", found) == re.sub(
-        r"publishworker-[a-z\d]{10}\b", "HASH", expected
-    )
+    found, expected = (re.sub(r"publishworker-[a-z\d]{10}\b", "HASH", text) for text in (found, expected))
+    assert found == expected
     assert "CREATE ROLE publishworker;" in (ROOT / "schema/roles.sql").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("page", "folder"), [(WORKER, OVERLAYS["production"]), (PIPELINE, SPARK)])
-def test_roles_are_granted_to_the_account_of_the_manifests(page: str, folder: Path) -> None:
+@pytest.mark.parametrize(("page", "folder"), [(WORKER, "overlays/production"), (PIPELINE, "spark")])
+def test_roles_are_granted_to_the_account_of_the_manifests(page: str, folder: str) -> None:
     """The account has the roles of the page's table, and none on the project."""
     objects = rendered(folder)
-    namespace, account = (the(objects, kind)["metadata"]["name"] for kind in ("Namespace", "ServiceAccount"))
+    namespace, account = (objects.the(kind)["metadata"]["name"] for kind in ("Namespace", "ServiceAccount"))
     pool = f"//iam.googleapis.com/projects/{NUMBER}/locations/global/workloadIdentityPools/my-project.svc.id.goog"
     principal = f"principal:{pool}/subject/ns/{namespace}/sa/{account}"
     granted = [words for words in calls(page, "gcloud") if values(words, "--member") == [principal]]
@@ -328,7 +313,7 @@ def test_images_are_built_from_the_dockerfile() -> None:
         assert set(built(page).values()) <= STAGES.keys()
         pushed = {words[2] for words in calls(page, "docker", "push")}
         assert pushed == (set() if page == "k8s/README.md" else built(page).keys())
-    pods = [each["spec"]["template"]["spec"] for each in of_kind(rendered(OVERLAYS["development"]), "Deployment")]
+    pods = [each["spec"]["template"]["spec"] for each in rendered("overlays/development").of_kind("Deployment")]
     used = {each["image"] for pod in pods for each in [*pod.get("initContainers", []), *pod["containers"]]}
     assert {image for image in used if image.startswith("publishworker")} == built("k8s/README.md").keys()
     assert set(built(PIPELINE).values()) == {"pipeline", "dataproc"}
@@ -336,11 +321,9 @@ def test_images_are_built_from_the_dockerfile() -> None:
 
 def test_the_network_patch_changes_dns_and_https_of_both_policies(tmp_path: Path) -> None:
     [block] = re.findall(r"^```yaml\n(patches:.*?)^```", (ROOT / WORKER).read_text(), re.MULTILINE | re.DOTALL)
-    production, console = OVERLAYS["production"], K8S / "components/console"
-    overlay = {"resources": [os.path.relpath(production, tmp_path)], "components": [os.path.relpath(console, tmp_path)]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay | yaml.safe_load(block)))
+    objects = rendered(composed(tmp_path, "overlays/production", "console", **yaml.safe_load(block)))
     for name in ("publishworker", "outbox-console"):
-        rules = the(rendered(tmp_path), "NetworkPolicy", name)["spec"]["egress"]
+        rules = objects.the("NetworkPolicy", name)["spec"]["egress"]
         to = {each["ports"][-1]["port"]: each["to"] for each in rules}
         assert to[53][0] == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
         link_local = ["169.254.20.10/32", "169.254.169.254/32"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -26,24 +25,7 @@ from outbox.table.schema import SCHEMA_SECONDS
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.grants import GRANT_SECONDS
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
-from tests.manifests.rendering import (
-    K8S,
-    OVERLAYS,
-    ROOT,
-    SPARK,
-    Objects,
-    check_golden,
-    container,
-    environment,
-    of_kind,
-    pods,
-    rendered,
-    rendered_text,
-    selectors,
-    the,
-    validate,
-    worker,
-)
+from tests.manifests.rendering import K8S, OVERLAYS, ROOT, Objects, check_golden, composed, rendered
 from tests.support.processes import Process, run, started
 from tests.support.waiting import eventually
 
@@ -53,33 +35,28 @@ GRACE_MARGIN = 15
 FOREIGN = {"SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW"}
 TAG = "tags.datadoghq.com"
 
-each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+#: The components of each golden file that is no overlay. Production has the others.
+COMPONENTS = {
+    "components": ("autoscaling", "network-policy", "datadog-udp"),
+    "console": ("console",),
+    "job": ("job",),
+    "opentelemetry": ("opentelemetry", "network-policy"),
+}
 
 
-def composed(folder: Path, *components: str) -> Path:
-    folder.mkdir()
-    lines = ["resources:", f"  - {os.path.relpath(K8S / 'base', folder)}", "namespace: outbox"]
-    tags = [f"{{name: {image}, newTag: 1.0.0}}" for image in ("publishworker", "outbox-console")]
-    lines += [f"images: [{', '.join(tags)}]", "components:"]
-    lines += [f"  - {os.path.relpath(K8S / 'components' / each, folder)}" for each in components]
-    (folder / "kustomization.yaml").write_text("\n".join(lines) + "\n")
-    return folder
+def with_components(folder: Path, name: str) -> Path:
+    images = [{"name": image, "newTag": "1.0.0"} for image in ("publishworker", "outbox-console")]
+    return composed(folder, "base", *COMPONENTS[name], namespace="outbox", images=images)
 
 
-@pytest.mark.parametrize("name", [*OVERLAYS, "components", "console", "job", "opentelemetry", "spark"])
+@pytest.mark.parametrize("name", [*OVERLAYS, "spark", *COMPONENTS])
 def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_path: Path) -> None:
-    """`components` is the base with all components but datadog-csi, which production has, and opentelemetry."""
-    folder = OVERLAYS.get(name, SPARK)
-    if name == "components":
-        folder = composed(tmp_path / name, "autoscaling", "network-policy", "datadog-udp")
-    if name in ("console", "job"):
-        folder = composed(tmp_path / name, name)
-    if name == "opentelemetry":
-        folder = composed(tmp_path / name, "opentelemetry", "network-policy")
+    objects = rendered(with_components(tmp_path, name) if name in COMPONENTS else name)
     # Without the texts of scripts in a ConfigMap, whose name has their hash.
-    check_golden(f"{name}.yaml", re.sub(r"(?m)^(  \w+\.py: )\|\n(?: {4}.*\n| *\n)+", r"\1...\n", rendered_text(folder)))
-    for each in rendered(folder):
-        validate(each)
+    text = re.sub(r"(?m)^(  \w+\.py: )\|\n(?: {4}.*\n| *\n)+", r"\1...\n", objects.text)
+    check_golden(f"{name.removeprefix('overlays/')}.yaml", text)
+    objects.validate()
 
 
 def test_two_databases_share_a_namespace(tmp_path: Path) -> None:
@@ -96,28 +73,26 @@ def test_two_databases_share_a_namespace(tmp_path: Path) -> None:
     )
     b = rendered(tmp_path / "k8s/overlays/eu")
     for objects, prefix, namespace in ((a, "", "outbox"), (b, "eu-", "shop")):
-        deployments = of_kind(objects, "Deployment")
         names = {f"{prefix}{name}" for name in ("publishworker", "outbox-console")}
-        assert {each["metadata"]["name"] for each in deployments} == names
-        assert selectors(objects) == {json.dumps(pods(each)) for each in deployments}
-        [metric] = the(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]
+        assert {each["metadata"]["name"] for each in objects.of_kind("Deployment")} == names
+        [metric] = objects.the("HorizontalPodAutoscaler")["spec"]["metrics"]
         assert metric["external"]["metric"]["name"] == f"datadogmetric@{namespace}:{prefix}publishworker-backlog"
-    assert selectors(a).isdisjoint(selectors(b))
-    labels = the(b, "Deployment", "eu-publishworker")["spec"]["template"]["metadata"]["labels"]
+    assert a.selectors().isdisjoint(b.selectors())
+    labels = b.template("eu-publishworker")["metadata"]["labels"]
     assert (labels[f"{TAG}/service"], labels[f"{TAG}/version"]) == ("eu-publishworker", "1.2.3")
 
 
 def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Path) -> None:
     """It listens on the pod's loopback address, nobody may act, and the page lets its probe's host in."""
-    objects = rendered(composed(tmp_path / "console", "console"))
-    deployment = the(objects, "Deployment", "outbox-console")
-    given = environment(objects, deployment["spec"]["template"], container(deployment, "console"))
+    objects = rendered(with_components(tmp_path, "console"))
+    console = ("console", "outbox-console")
+    given = objects.environment(*console)
     database = {"OUTBOX_PROJECT": "project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
     settings = ConsoleSettings.read({}, given)
     assert (settings.bind, settings.identity_header, settings.allow_actions) == (("127.0.0.1", 8080), "", False)
     assert DatabaseSettings.read({}, given | database).database_role == "outbox_viewer"
     page = (K8S.parent / "docs/operations/console.md").read_text()
-    [*_, probe] = container(deployment, "console")["livenessProbe"]["exec"]["command"]
+    [*_, probe] = objects.container(*console)["livenessProbe"]["exec"]["command"]
     hosts = re.findall(r"OUTBOX_ALLOWED_HOSTS=([\w.,]+)", page)
     assert hosts
     assert all(urlsplit(re.findall(r'"(http.+?)"', probe)[0]).hostname in each.split(",") for each in hosts)
@@ -132,22 +107,20 @@ def test_a_job_runs_the_command_of_the_page_as_the_worker(tmp_path: Path) -> Non
     text = file.read_text().replace("\ncomponents:\n", f"\ncomponents:\n{component}")
     file.write_text(text.replace("\npatches:\n", f"\npatches:\n{patch}"))
     objects = rendered(file.parent)
-    job, found = the(objects, "Job"), container(worker(objects), "publishworker")
+    job, found = objects.the("Job"), objects.container()
     [command] = job["spec"]["template"]["spec"]["containers"]
     assert (command["image"], command["envFrom"]) == (found["image"], found["envFrom"])
     labels = job["spec"]["template"]["metadata"]["labels"]
-    assert not any(json.loads(each).items() <= labels.items() for each in selectors(objects))
+    assert not any(json.loads(each).items() <= labels.items() for each in objects.selectors())
     assert [*command["command"], *command["args"]][:2] == ["outbox", "retry"]
     assert vars(_parser().parse_args(command["args"]))["reason"] == job["metadata"]["name"] == "ticket-4711"
 
 
-@each_overlay
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
     """The worker knows and accepts each variable, can write its heartbeat, and has time for a graceful shutdown."""
-    objects = rendered(OVERLAYS[overlay])
-    template = worker(objects)["spec"]["template"]
-    found = container(worker(objects), "publishworker")
-    values = environment(objects, template, found)
+    objects = rendered(overlay)
+    template, found, values = objects.template(), objects.container(), objects.environment()
     known = {field.variable for field in fields_of(WorkerSettings)} | FOREIGN
     assert {name for name in values if not name.startswith("DD_")} <= known
     settings = WorkerSettings.read({}, values)
@@ -161,7 +134,7 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
 def test_the_startup_probe_waits_for_all_requests_of_a_start() -> None:
     """Two sessions, two reads of the schema, one read and two commits for the permissions, and a heartbeat."""
     requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + GRANT_SECONDS + 2 * COMMIT_SECONDS
-    probe = container(worker(rendered(OVERLAYS["production"])), "publishworker")["startupProbe"]
+    probe = rendered("overlays/production").container()["startupProbe"]
     imports = 10
     assert probe["periodSeconds"] * probe["failureThreshold"] >= requests + HEARTBEAT_TIMEOUT_SECONDS + imports
 
@@ -178,13 +151,12 @@ def test_the_schema_has_all_settings_and_accepts_their_defaults() -> None:
     VALIDATOR.validate(defaults)
 
 
-@pytest.mark.parametrize("folder", [*OVERLAYS.values(), SPARK], ids=lambda folder: folder.name)
-def test_a_config_map_matches_the_schema(folder: Any) -> None:
+@pytest.mark.parametrize("folder", [*OVERLAYS, "spark"])
+def test_a_config_map_matches_the_schema(folder: str) -> None:
     """Names and forms of the values. Variables of other programs are any text."""
-    settings = [each["data"] for each in rendered(folder) if each["kind"] == "ConfigMap"]
-    settings = [data for data in settings if any(name.startswith(PREFIX) for name in data)]
-    assert len(settings) == 1
-    VALIDATOR.validate(settings[0])
+    data = [each["data"] for each in rendered(folder).of_kind("ConfigMap")]
+    [settings] = [each for each in data if any(name.startswith(PREFIX) for name in each)]
+    VALIDATOR.validate(settings)
 
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
@@ -199,7 +171,7 @@ def figure(name: str) -> int:
 
 def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() -> None:
     """The target is rate times seconds. The count of one topic can request all workers, one for each shard."""
-    scaler = the(rendered(OVERLAYS["production"]), "HorizontalPodAutoscaler")["spec"]
+    scaler = rendered("overlays/production").the("HorizontalPodAutoscaler")["spec"]
     [metric] = scaler["metrics"]
     target = figure("tasks a second and worker") * figure("seconds to clear the backlog")
     assert target == figure("averageValue") == int(metric["external"]["target"]["averageValue"])
@@ -215,18 +187,16 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
 
 def test_a_standby_cluster_has_no_replicas(tmp_path: Path) -> None:
     """The page's entry also works in an overlay with the autoscaler, which removes the number of replicas."""
-    overlay = {"resources": [os.path.relpath(OVERLAYS["production"], tmp_path)], **yaml.safe_load(BLOCKS[1])}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    assert worker(rendered(tmp_path))["spec"]["replicas"] == 0
+    standby = rendered(composed(tmp_path, "overlays/production", **yaml.safe_load(BLOCKS[1])))
+    assert standby.the("Deployment")["spec"]["replicas"] == 0
 
 
 #: Where the image and the ConfigMap put files of the repository.
-FOLDERS = {"/opt/examples": ROOT / "docs" / "examples", "/opt/development": OVERLAYS["development"]}
+FOLDERS = {"/opt/examples": ROOT / "docs" / "examples", "/opt/development": K8S / "overlays/development"}
 
 
 def variables(objects: Objects, pod: str, name: str, emulators: Emulators, scratch: Path) -> dict[str, str]:
-    deployment = the(objects, "Deployment", pod)
-    values = environment(objects, deployment["spec"]["template"], container(deployment, name))
+    values = objects.environment(name, pod)
     here = {"emulators:9010": emulators.spanner_host, "emulators:8085": emulators.pubsub_host, "/tmp": str(scratch)}
     here |= {folder: str(path) for folder, path in FOLDERS.items()}
     for there, path in here.items():
@@ -238,11 +208,11 @@ def variables(objects: Objects, pod: str, name: str, emulators: Emulators, scrat
 @pytest.mark.timeout(300)
 def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
     """The init containers run twice, as they do when a worker starts again. The probe finds the heartbeat file."""
-    objects = rendered(OVERLAYS["development"])
+    objects = rendered("overlays/development")
 
     @contextlib.contextmanager
     def running(pod: str, name: str) -> Iterator[Process]:
-        found = container(the(objects, "Deployment", pod), name)
+        found = objects.container(name, pod)
         # The entry points of our two images.
         entry = [] if found["image"].startswith("publishworker-demo:") else ["publishworker"]
         module, *arguments = found.get("command") or [*entry, *found["args"]]
@@ -253,11 +223,11 @@ def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
         return max(map(int, re.findall(r"(\d+) of \d+ received", process.stdout)), default=0)
 
     def probe() -> int:
-        command = container(worker(objects), "publishworker")["startupProbe"]["exec"]["command"]
+        command = objects.container()["startupProbe"]["exec"]["command"]
         given = variables(objects, "publishworker", "publishworker", emulators, tmp_path)
         return run(*command, environment=given).code
 
-    init = [each["name"] for each in worker(objects)["spec"]["template"]["spec"]["initContainers"]]
+    init = [each["name"] for each in objects.template()["spec"]["initContainers"]]
     assert init == ["prepare", "schema"]
     for name in init * 2:
         with running("publishworker", name) as process:
@@ -278,12 +248,12 @@ def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("emulators")  # skips where there are none
 def test_the_emulators_are_started_as_outbox_emulators_does() -> None:
     """The same programs below the SDK's root, but for the address: pods call them from outside; flags are known."""
-    deployment = the(rendered(OVERLAYS["development"]), "Deployment", "emulators")
+    objects = rendered("overlays/development")
     for name, program in (("spanner", SPANNER), ("pubsub", PUBSUB)):
-        found = container(deployment, name)
+        found = objects.container(name, "emulators")
         command = " ".join(found["command"])
         port = found["ports"][0]["containerPort"]
         wanted = " ".join([f"/google-cloud-sdk/{program.path}", *program.arguments])
         assert command.startswith(wanted.replace(LOOPBACK, "0.0.0.0").replace("{port}", str(port)))
-    with running_one(SPANNER, flags=container(deployment, "spanner")["command"][3:]) as host:
+    with running_one(SPANNER, flags=objects.container("spanner", "emulators")["command"][3:]) as host:
         assert host

@@ -18,8 +18,9 @@ import pytest
 from outbox.program.settings import fields_of
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ
-from tests.manifests.rendering import ROOT, SPARK, Object, Objects, programs, rendered, rendered_text, the, validate
+from tests.manifests.rendering import K8S, ROOT, Object, programs, rendered, validate
 from tests.manifests.test_deploy_page import instructions, refusals, variables
+from tests.support.cluster import QUICK_JAVA
 
 ROLES = ("driver", "executor")
 
@@ -27,11 +28,11 @@ each_job = pytest.mark.parametrize("name", ["archive", "audit", "register"])
 
 
 def spec(name: str) -> Object:
-    return dict(the(rendered(SPARK), "ScheduledSparkApplication", f"outbox-{name}")["spec"])
+    return dict(rendered("spark").the("ScheduledSparkApplication", f"outbox-{name}")["spec"])
 
 
 def settings() -> dict[str, str]:
-    return dict(the(rendered(SPARK), "ConfigMap")["data"])
+    return dict(rendered("spark").the("ConfigMap")["data"])
 
 
 @each_job
@@ -84,9 +85,8 @@ def test_only_the_archive_is_restarted_and_always_in_time() -> None:
     assert archive["concurrencyPolicy"] == register["concurrencyPolicy"] == "Forbid"
 
 
-ENTRY = SPARK / "entrypoint.sh"
-#: Java starts with half of the CPU time without its second compiler and with one thread to collect garbage.
-JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+ENTRY = K8S / "spark/entrypoint.sh"
+JAVA = {"JAVA_TOOL_OPTIONS": QUICK_JAVA}
 #: The variables of an executor; the names are those in org.apache.spark.deploy.k8s.Constants.
 EXECUTOR = {
     "SPARK_DRIVER_URL": "spark://CoarseGrainedScheduler@127.0.0.1:9",
@@ -175,9 +175,9 @@ def test_pips_spark_has_the_executor_that_is_started(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def api() -> Iterator[tuple[str, dict[str, Objects]]]:
+def api() -> Iterator[tuple[str, dict[str, list[Object]]]]:
     """Serve the API of Kubernetes on this machine. Yield its address, and all objects that it receives, by kind."""
-    created: dict[str, Objects] = defaultdict(list)
+    created: dict[str, list[Object]] = defaultdict(list)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -205,8 +205,8 @@ def api() -> Iterator[tuple[str, dict[str, Objects]]]:
 
 
 def submit(*arguments: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SPARK / "submit.py"), *arguments]
-    text = rendered_text(SPARK)
+    command = [sys.executable, str(K8S / "spark/submit.py"), *arguments]
+    text = rendered("spark").text
     return subprocess.run(command, input=text, env=variables, capture_output=True, text=True, check=False, timeout=120)
 
 
