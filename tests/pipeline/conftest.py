@@ -12,12 +12,11 @@ from pyspark.sql import SparkSession
 from outbox.devtools.emulators import Emulators
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.spark import session as jobs_session
-from tests.support import cluster, quick, spanner
-from tests.support.cluster import Cluster
+from tests.support import quick, spanner
+from tests.support.cluster import QUICK_JAVA
 from tests.support.pipeline import Case
 
-# In processes of minutes, the second compiler of the JVM costs more than it gains.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+os.environ.setdefault("SPARK_SUBMIT_OPTS", QUICK_JAVA)
 
 #: One partition and no adaptive plans: a test has few rows, and planning costs more than the work on them.
 SMALL_DATA = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
@@ -73,17 +72,5 @@ def target(database: Database) -> DatabaseSettings:
 
 
 @pytest.fixture
-def case(spark: SparkSession, database: Database, tmp_path: Path) -> Case:
+def case(in_process: None, spark: SparkSession, database: Database, tmp_path: Path) -> Case:  # noqa: ARG001 - for `job`
     return Case(spark, database, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster.running(tmp_path_factory.mktemp("cluster")) as started:
-        yield started
-
-
-@pytest.fixture
-def variables(database: Database, emulators: Emulators) -> dict[str, str]:
-    """The variables of a job on the cluster, and of its executors."""
-    return emulators.environment() | spanner.variables(str(database.database_id))

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -30,26 +30,8 @@ from outbox_pipeline.jobs.archive import purge_chunk
 from outbox_pipeline.jobs.archive_files import Archive, Log, Window, checksum_columns, floor
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
-from tests.support.operations import CREATED, Watch, delete, insert, insert_cancelled, row, rows_of, update
-from tests.support.pipeline import (
-    DAY,
-    MICROSECOND,
-    NEXT_DAY,
-    Case,
-    archived,
-    commits,
-    data_folders,
-    edit,
-    first_try_fails,
-    ids,
-    meddle,
-    noted,
-    purges,
-    rewrite,
-    sent,
-    windows_of,
-    write_half_and_fail,
-)  # fmt: skip
+from tests.support.operations import CREATED, MICROSECOND, Watch, delete, insert, insert_cancelled, row, rows_of, update
+from tests.support.pipeline import DAY, NEXT_DAY, Case, Files, fail_half_way, first_try_fails, meddle, remove, sent
 from tests.support.spanner import query
 from tests.support.waiting import eventually
 
@@ -62,6 +44,10 @@ TOPICS = (
     "{x}", "[a-z]*", "née", "a:b", "#?&", "\t", "'\"", "\\", "", "__HIVE_DEFAULT_PARTITION__",
     *("t" * length for length in (72, 73, 255)), f"projects/{'p' * 30}/topics/{'%' * 255}", "%" * 72, "é" * 255,
 )  # fmt: skip
+
+
+def ids(names: Iterable[str], at: datetime) -> list[tuple[str, datetime]]:
+    return sorted((id, at) for id in names)
 
 
 def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime) -> DataFrame:
@@ -98,7 +84,7 @@ def test_archived_rows_equal_the_table_in_every_column(case: Case):
             archive = case.folder / zone
             done = case.archive(to=archive, since=DAY + HOUR * 7, late=True)
             assert (done.windows, done.written) == (1, len(odd) + len(messages) + 2)
-            assert [(each["rows"], each["checksum"]) for each in windows_of(archive)] == [checksum], zone
+            assert [(each["rows"], each["checksum"]) for each in Files(archive).windows()] == [checksum], zone
         found = read_archive(case.spark, str(archive)).cache()
     finally:
         case.spark.conf.set("spark.sql.session.timeZone", "UTC")
@@ -132,9 +118,9 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(case: Case, mon
     done = case.archive(late=True)
     assert all(note.exists() for note in failed)
     assert (done.windows, done.written) == (1, number)
-    [window] = windows_of(case.folder)
+    [window] = case.files.windows()
     assert window["rows"] == number
-    assert archived(case.spark, case.folder) == [(each["Id"], each["SentAt"]) for each in tasks]
+    assert case.files.tasks(case.spark) == [(each["Id"], each["SentAt"]) for each in tasks]
     topics = read_archive(case.spark, str(case.folder)).groupBy("Topic").count().collect()
     assert dict(topics) == {"orders": 990} | {f"rare-{each}": 2 for each in range(5)}
 
@@ -147,7 +133,7 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(case: Case, mon
     done = case.archive(purge=True)
     assert (done.windows, done.purged_windows, done.deleted, done.resent, done.missing) == (0, 1, number, 0, 0)
     assert case.rows() == {}
-    assert len(archived(case.spark, case.folder)) == number
+    assert len(case.files.tasks(case.spark)) == number
 
 
 def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: pytest.LogCaptureFixture):
@@ -172,11 +158,11 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     assert (second.windows, second.written, second.until) == (3, 2, DAY + HOUR * 12)
     assert (second.purged_windows, second.deleted, second.resent, second.missing) == (4, 3, 2, 1)
     bounds = [DAY + HOUR * hours for hours in (3, 4, 6, 9, 12)]
-    assert [(each["since"], each["until"], each["rows"]) for each in windows_of(case.folder)] == [
+    assert [(each["since"], each["until"], each["rows"]) for each in case.files.windows()] == [
         (shown(since), shown(until), rows)
         for since, until, rows in zip(bounds[:-1], bounds[1:], (4, 1, 1, 0), strict=True)
     ]
-    counts = [{name: each[name] for name in ("deleted", "resent", "missing")} for each in purges(case.folder) if each]
+    counts = [{name: each[name] for name in ("deleted", "resent", "missing")} for each in case.files.purges() if each]
     assert counts == [
         {"deleted": 1, "resent": 2, "missing": 1},
         {"deleted": 1, "resent": 0, "missing": 0},
@@ -193,7 +179,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     assert sorted(case.rows()) == ["dead", "reset", "too old", "waits"]
     both = [("again", DAY + HOUR * 3.5), ("again", DAY + HOUR * 7)]
     others = [("between", DAY + HOUR * 5), *ids(("gone", "reset", "stays"), DAY + HOUR * 3.5)]
-    assert archived(case.spark, case.folder) == sorted([*both, *others])
+    assert case.files.tasks(case.spark) == sorted([*both, *others])
 
     # A window is purged once, so a task that gets the archived SentAt later stays.
     case.insert([sent("stays", DAY + HOUR * 3.5)])
@@ -248,8 +234,8 @@ def test_a_window_is_read_as_of_when_its_marks_are_final(case: Case, monkeypatch
     archive = partial(case.archive, window="2s", since=since, until=until)
     done = archive(purge=True)
     assert (done.windows, done.written, done.until) == (1, 4, until)
-    assert archived(case.spark, case.folder) == ids(("again", "gone", "reset", "same"), sent_at)
-    assert [each["read_timestamp"] for each in windows_of(case.folder)] == [shown(until + final)]
+    assert case.files.tasks(case.spark) == ids(("again", "gone", "reset", "same"), sent_at)
+    assert [each["read_timestamp"] for each in case.files.windows()] == [shown(until + final)]
     assert (done.deleted, done.resent, done.missing) == (1, 2, 1)
     assert sorted(case.rows()) == ["again", "reset", "too late"]
 
@@ -288,7 +274,7 @@ def test_an_archive_that_cannot_run_says_what_to_do(case: Case, monkeypatch: pyt
         OutboxError, match=r"is the archive of projects/p/instances/i/databases/other, not of projects/"
     ):
         case.archive(until=NEXT_DAY + HOUR * 24, purge=True, late=True)
-    assert purges(case.folder) == [None]
+    assert case.files.purges() == [None]
     assert sorted(case.rows()) == ["a", "dead", "waits"]
 
 
@@ -313,7 +299,7 @@ def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_wind
         patch.setattr(Archive, "_tasks", lambda self, windows: read(self, windows).where("Id = 'a'"))
         with pytest.raises(OutboxError, match=r"contains 1 tasks, but its window has 2\. Restore its files"):
             archive(late=True, purge=True)
-    left = len(data_folders(case.folder))
+    left = len(case.files.runs())
     append = Log.append
 
     def killed(*_arguments: Any) -> None:
@@ -322,12 +308,12 @@ def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_wind
     monkeypatch.setattr(Log, "append", killed)
     with pytest.raises(KeyboardInterrupt):
         archive(late=True, purge=True)
-    assert len(data_folders(case.folder)) == left + 1
-    assert archived(case.spark, case.folder) == []
+    assert len(case.files.runs()) == left + 1
+    assert case.files.tasks(case.spark) == []
     assert len(case.rows()) == 2
 
     def overtaken(*arguments: Any) -> bool:
-        assert len(data_folders(case.folder)) == left + 2
+        assert len(case.files.runs()) == left + 2
         monkeypatch.setattr(Log, "append", append)
         assert archive(late=True).windows == 1
         return append(*arguments)
@@ -335,7 +321,7 @@ def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_wind
     monkeypatch.setattr(Log, "append", overtaken)
     with pytest.raises(OutboxError, match=r"Another run finished .* first"):
         archive(late=True, purge=True)
-    assert archived(case.spark, case.folder) == ids("ab", DAY)
+    assert case.files.tasks(case.spark) == ids("ab", DAY)
     assert len(case.rows()) == 2
 
 
@@ -350,8 +336,8 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_log(case: Case):
         with pytest.raises(OutboxError, match=sentence) as raised:
             archive(purge=True)
         assert first.name in str(raised.value)
-        assert [each is None for each in purges(case.folder)] == [True, False]
-        assert [each["purging"] for each in commits(case.folder) if "purging" in each] == [shown(NEXT_DAY)]
+        assert [each is None for each in case.files.purges()] == [True, False]
+        assert [each["purging"] for each in case.files.commits("purging")] == [shown(NEXT_DAY)]
         assert case.rows().keys() == {"a", "b"}
 
     one, other = sorted(first.rglob("*.parquet"))
@@ -370,21 +356,22 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_log(case: Case):
     refused(counted.format(3))
     # The number of rows is right, but the rows are not.
     kept = case.folder / "kept"
-    other.rename(kept)
+    shutil.copy(other, kept)
+    remove(other)
     refused(r"contains tasks with checksum -?\d+, but its window has -?\d+. Restore its files. Their tasks were not")
     more.unlink()
     refused(counted.format(1))
-    rewrite(other, "PAR1 is how a file begins, and how it ends is PAR1")
+    other.write_text("PAR1 is how a file begins, and how it ends is PAR1")
     refused(re.escape(other.name) + ".*Restore it or write it again. Their tasks were not purged")
-    rewrite(other, "PAR1")
+    other.write_text("PAR1")
     refused("is not a Parquet file.* Their tasks were not purged")
     kept.replace(other)
 
-    [window, _] = windows_of(case.folder)
+    [window, _] = case.files.windows()
     for wrong in ({"rows": 3}, {"rows": 0}, {"checksum": None}):
-        edit(window, **(right := {name: window[name] for name in ("rows", "checksum")}) | wrong)
+        window.edit(**(right := {name: window[name] for name in ("rows", "checksum")}) | wrong)
         refused("Their tasks were not purged")
-    edit(window, **right)
+    window.edit(**right)
     assert archive(purge=True).deleted == 2
 
 
@@ -403,24 +390,24 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(case: Case, monk
     everything = [(each["Id"], each["SentAt"]) for each in tasks]
     left = [row("waits"), row("dead", AvailableAt=NEVER), sent("next", NEXT_DAY + timedelta(hours=1))]
     case.insert([*tasks, *left])
-    monkeypatch.setattr(job, "purge_rows", partial(write_half_and_fail, job.purge_rows))
+    monkeypatch.setattr(job, "purge_rows", partial(fail_half_way, job.purge_rows))
     with pytest.raises(PythonException, match="when it has written half of its rows"):
         case.archive(purge=True, late=True)
     monkeypatch.undo()
     assert len(left) < len(case.rows()) < len(tasks)
-    assert purges(case.folder) == [None]
-    [failed] = noted(case.database)
+    assert case.files.purges() == [None]
+    [failed] = case.operations()
     assert failed["FinishedAt"] is None
     assert 0 < failed["Tasks"] == len(tasks) + len(left) - len(case.rows())
-    assert archived(case.spark, case.folder) == everything, "nothing is deleted before all of it can be read"
+    assert case.files.tasks(case.spark) == everything, "nothing is deleted before all of it can be read"
     done = case.archive(purge=True)
     assert (done.windows, done.written, done.until) == (0, 0, NEXT_DAY)
-    assert archived(case.spark, case.folder) == everything
-    [note] = purges(case.folder)
+    assert case.files.tasks(case.spark) == everything
+    [note] = case.files.purges()
     assert note is not None
     assert (note["deleted"] + note["missing"], note["resent"]) == (len(everything), 0)
     assert sorted(case.rows()) == ["dead", "next", "waits"]
-    [finished] = noted(case.database)
+    [finished] = case.operations()
     assert finished["OperationId"] == failed["OperationId"]
     assert (finished["Operation"], json.loads(finished["Selection"])["since"]) == ("purge", shown(DAY))
     assert finished["Tasks"] == len(everything), "those of all attempts"

@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +20,6 @@ from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
-from outbox_pipeline import cli
-from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs import audit
-from outbox_pipeline.jobs.audit import Audited
 from outbox_pipeline.jobs.audit_transforms import EFFECTS
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.spark_tasks import read_partitions
@@ -31,20 +28,24 @@ from publishworker.telemetry import clients
 from tests.support.avro import SCHEMA, avro_message, write_avro
 from tests.support.fakes import serialized
 from tests.support.operations import insert_cancelled, row
-from tests.support.pipeline import DAY, NEXT_DAY, Case, edit, received, remove, sent, windows_of, write_lines
+from tests.support.pipeline import DAY, NEXT_DAY, Case, received, remove, sent, write_lines
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 AT = DAY + HOUR  # in the middle of the window
 
 
-def audited(case: Case, **given: Any) -> Audited:
-    usual = {"received": f"{case.folder}/received.jsonl", "output": f"{case.folder}/report"}
-    window = {"since": DAY, "until": NEXT_DAY}
-    return audit.run(case.spark, AuditSettings.read(case.options(**window | usual | given), {}))
+def job(case: Case, output: str, *words: str, **given: Any) -> int:
+    """Run the command on the received messages. Return its exit code."""
+    given = {"received": f"{case.folder}/received.jsonl", "output": f"{case.folder}/{output}"} | given
+    return case.job("audit", *words, **given)
 
 
-def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
-    write_lines(folder / "received.jsonl", messages)
+def receive(case: Case, messages: Sequence[dict[str, Any]]) -> None:
+    write_lines(case.folder / "received.jsonl", messages)
+
+
+def summary_of(report: Path) -> dict[str, Any]:
+    return dict(json.loads((report / "summary.json").read_text(encoding="utf-8")))
 
 
 def test_tasks_of_table_and_archive_are_compared_with_files(case: Case):
@@ -59,9 +60,9 @@ def test_tasks_of_table_and_archive_are_compared_with_files(case: Case):
         received("foreign", AT) | {"attributes": '{"x": "y"}'},
         received("broken", AT) | {"attributes": "{"},
     ]
-    receive(case.folder, messages)
+    receive(case, messages)
     given = {"archive": str(case.folder / "archive")}
-    found = audited(case, **given)
+    found = case.audit(**given)
     counts = {"tasks": 9, "delivered": 4, "lost": 1, "pending": 2, "dead": 1, "cancelled": 1, "messages": 5}
     assert {name: getattr(found, name) for name in counts} == counts
     assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 1, 1)
@@ -69,7 +70,7 @@ def test_tasks_of_table_and_archive_are_compared_with_files(case: Case):
     assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
     shows_what_is_lost(case.folder / "report")
     with pytest.raises(OutboxError, match=r"exists\. Each audit needs a new folder"):
-        audited(case, **given)
+        case.audit(**given)
 
 
 @pytest.mark.usefixtures("spark")
@@ -108,7 +109,7 @@ def tasks_here_and_there(case: Case) -> None:
 
 
 def shows_what_is_lost(report: Path) -> None:
-    summary = json.loads((report / "summary.json").read_text(encoding="utf-8"))
+    summary = summary_of(report)
     assert summary["lost"] == 1
     times = {"created_at": shown(AT), "sent_at": shown(AT + 5 * SECOND)}
     assert summary["samples"]["lost"] == [{"task_id": "lost <b>", "topic": "orders", **times, "messages": 0}]
@@ -124,12 +125,9 @@ def shows_what_is_lost(report: Path) -> None:
     assert "lost &lt;b&gt;" in page
 
 
-@pytest.mark.usefixtures("in_process")
 def test_the_exit_code_is_1_if_a_task_is_lost(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
-    for name in ("project", "instance", "database"):
-        monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(case.target, name))
     client = mock.Mock()
     monkeypatch.setattr(clients, "_datadog", lambda: client)
     file = str(case.folder / "received.parquet")
@@ -137,28 +135,24 @@ def test_the_exit_code_is_1_if_a_task_is_lost(
     messages = [("1", AT, {TASK_ID_ATTRIBUTE: "one"}), ("2", AT, {TASK_ID_ATTRIBUTE: "one"})]
     case.spark.createDataFrame(messages, columns).write.parquet(file)
 
-    def job(output: str, *more: str) -> int:
-        arguments = ["audit", "--received", file, "--output", f"{case.folder}/{output}", "--json", *more]
-        return cli.main(arguments)
-
-    assert job("empty") == 1
-    assert job("none", "--allow-empty") == 0
+    run = partial(job, case, received=file)
+    assert run("empty", "--json") == 1
+    assert run("none", "--json", "--allow-empty") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["unknown"] == 1, "other findings"
     case.insert([row("one", CreatedAt=AT, SentAt=AT), row("two", CreatedAt=AT, SentAt=AT)])
-    assert job("one") == 1
+    assert run("one", "--json") == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["republished"], summary["lost"]) == (1, 1)
     assert "1 task is lost: sent, but not received within --grace" in caplog.text
-    assert cli.main(["audit", "--received-table", f"parquet.`{file}`", "--output", f"{case.folder}/t", "--json"]) == 1
+    assert job(case, "t", "--json", received="", received_table=f"parquet.`{file}`") == 1
     of_table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {name for name in summary if of_table[name] != summary[name]} == {"until", "report", "seconds"}
-    assert job("young", "--until", "5m") == 2
+    assert run("young", until="5m") == 2
     assert "a task is audited only after --grace, 600 s" in capsys.readouterr().err
     runs = [call.kwargs["tags"] for call in client.increment.call_args_list if "run_count" in call.args[0]]
     assert runs == [["job:audit", f"result:{each}"] for each in ("empty", "done", "lost", "lost", "failed")]
 
 
-@pytest.mark.usefixtures("in_process")
 def test_the_inbox_of_a_subscriber_is_compared(case: Case, own_database: Database, capsys: Any):
     """Each task has one case in its name; the records are in a database of the subscriber."""
     tasks = ("applied", "late", "not applied", "not received", "sent twice")
@@ -171,7 +165,7 @@ def test_the_inbox_of_a_subscriber_is_compared(case: Case, own_database: Databas
         "applied", "late", "not applied", "registered again", "sent twice", "sent twice", "no task",
         "no task, no record",
     )  # fmt: skip
-    receive(case.folder, [received(id, AT + n * SECOND / 10) for n, id in enumerate(ids)])
+    receive(case, [received(id, AT + n * SECOND / 10) for n, id in enumerate(ids)])
     records = {
         "applied": AT + SECOND, "late": AT + HOUR, "sent twice": AT + SECOND, "no task": AT, "no message": AT,
         "outside": AT, "slow": AT, "of an earlier task": DAY, "0badcafe-message-4711": AT,
@@ -180,13 +174,9 @@ def test_the_inbox_of_a_subscriber_is_compared(case: Case, own_database: Databas
         rows = [(consumer, id, at) for id, at in records.items() for consumer in ("billing", "stock")]
         batch.insert("ProcessedTasks", ("Consumer", "TaskId", "ProcessedAt"), [*rows, ("stock", "not applied", AT)])
 
-    def job(output: str, **more: str) -> int:
-        given = {"since": DAY, "until": NEXT_DAY, "received": f"{case.folder}/received.jsonl"}
-        given |= {"output": f"{case.folder}/{output}", "inbox": "billing", "inbox-database": own_database.name, **more}
-        return cli.main(["audit", *case.flags(**given), "--json"])
-
-    assert job("effects") == 1
-    summary = json.loads((case.folder / "effects/summary.json").read_text(encoding="utf-8"))
+    given = {"since": DAY, "until": NEXT_DAY, "inbox": "billing", "inbox_database": own_database.name}
+    assert job(case, "effects", **given) == 1
+    summary = summary_of(case.folder / "effects")
     classes = {name: [each["task_id"] for each in summary["samples"].get(name, [])] for name in EFFECTS}
     assert classes == {
         "applied": [], "not_applied": ["not applied", "registered again"], "applied_late": ["late"],
@@ -197,42 +187,37 @@ def test_the_inbox_of_a_subscriber_is_compared(case: Case, own_database: Databas
     capsys.readouterr()
     for more, sentence in (
         ({"inbox": "biling"}, "Consumer 'biling' has no record"),
-        ({"inbox-database": case.target.database}, "Consumer 'billing' has no record"),
+        ({"inbox_database": case.target.database}, "Consumer 'billing' has no record"),
         ({"inbox": ""}, "--inbox-database needs --inbox"),
     ):
-        assert job("wrong", **more) in {1, 2}
+        assert job(case, "wrong", **given | more) in {1, 2}
         assert sentence in capsys.readouterr().err
 
 
 def test_an_invalid_audit_is_refused(case: Case):
-    receive(case.folder, [])
+    receive(case, [])
     with pytest.raises(SettingError, match=r"--since .* is not before the end of the window"):
-        audited(case, until=DAY)
+        case.audit(until=DAY)
     foreign = case.folder / "foreign.jsonl"
     foreign.write_text('{"id": 1}\n' * 3)
     with pytest.raises(OutboxError, match=r"None of the 3 rows or lines of .*foreign\.jsonl is a received message"):
-        audited(case, received=str(foreign), received_format="json")
+        case.audit(received=str(foreign), received_format="json")
     with pytest.raises(OutboxError, match="not there has no finished window"):
-        audited(case, archive=str(case.folder / "not there"))
+        case.audit(archive=str(case.folder / "not there"))
     early = shown(datetime.now(UTC) - 2 * HOUR)
     with pytest.raises(SettingError, match="the tasks and messages are known until"):
-        audited(case, received_until=early, until="15m", since="")
+        case.audit(received_until=early, until="15m", since="")
 
 
-@pytest.mark.usefixtures("in_process")
 def test_an_audit_without_tasks_fails_unless_it_is_allowed(case: Case, capsys: pytest.CaptureFixture[str]):
     """A task that is younger than the grace period is not in the window of an audit without --until."""
-    receive(case.folder, [])
+    receive(case, [])
     at = open_table(case.target).now()
     case.insert([row("young", CreatedAt=at - 30 * SECOND, SentAt=at - 20 * SECOND)])
 
-    def job(output: str, *more: str) -> int:
-        flags = case.flags(received=f"{case.folder}/received.jsonl", output=f"{case.folder}/{output}")
-        return cli.main(["audit", *flags, *more])
-
-    assert job("fails", "--grace=2m") == 1
+    assert job(case, "fails", grace="2m") == 1
     assert capsys.readouterr().out.startswith("Nothing was audited: no task was created before ")
-    assert job("judged", "--grace=10s") == 1
+    assert job(case, "judged", grace="10s") == 1
     assert "Nothing was audited" not in capsys.readouterr().out
 
 
@@ -248,30 +233,29 @@ def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(case: 
     more = [messages[0], keyed, avro_message("other", AT, {TASK_ID_ATTRIBUTE: "other"}, b"tada")]
     write_avro(folder / "2.avro", [*more, avro_message("foreign", AT, {})])
     given = {"received": f"{folder}/*.avro"}
-    found = audited(case, **given)
+    found = case.audit(**given)
     assert (found.tasks, found.delivered, found.lost) == (2_008, 2_007, 1)
     assert (found.redelivered, found.mismatched, found.foreign, found.unreadable) == (1, 1, 1, 0)
-    assert json.loads((case.folder / "report" / "summary.json").read_text(encoding="utf-8"))["latency"]["p50"] == 0.5
+    assert summary_of(case.folder / "report")["latency"]["p50"] == 0.5
 
     damaged = folder / "3.avro"
     damaged.write_bytes((folder / "1.avro").read_bytes()[:-20])
     given["output"] = f"{case.folder}/none"
     with pytest.raises(OutboxError, match=r"3\.avro is not a complete Avro file"), spark_errors():
-        audited(case, **given)
+        case.audit(**given)
     write_avro(damaged, [{"data": b""}], {**SCHEMA, "fields": SCHEMA["fields"][-1:]})
     with pytest.raises(SettingError, match=r"3\.avro has no field message_id\. Set write_metadata"), spark_errors():
-        audited(case, **given)
+        case.audit(**given)
 
 
 #: Later columns than those without which there is no task. In the table, some have a default and others may be NULL.
 LATER = ("AtMostOnce", "BlockedBy", "TimesSent", "CancelledAt")
 
 
-def of_another_version(case: Case, *, purge: bool) -> Path:
-    """Archive two tasks; return the archive."""
+def of_another_version(case: Case, *, purge: bool) -> None:
+    """Archive two tasks, of which one was received."""
     case.insert([sent(id, AT, CreatedAt=AT, Data=serialized(b"data"), OrderingKey="k") for id in ("received", "lost")])
-    assert case.archive(to=case.folder / "archive", late=True, purge=purge).written == 2
-    return case.folder / "archive"
+    assert case.archive(late=True, purge=purge).written == 2
 
 
 def change(folder: Path, *dropped: str, adds: bool = False) -> None:
@@ -282,14 +266,14 @@ def change(folder: Path, *dropped: str, adds: bool = False) -> None:
         pq.write_table(rows.append_column("Added", pa.array([7] * len(rows))) if adds else rows, file)
 
 
-def test_an_archive_of_another_version_is_audited_and_replayed(case: Case):
+def test_an_archive_of_another_version_is_audited_and_replayed(case: Case, tmp_path_factory: pytest.TempPathFactory):
     """Its files have a column more or less than the table."""
-    files = of_another_version(case, purge=True)
-    change(files, *LATER, adds=True)
-    receive(case.folder, [received("received", AT)])
-    found = audited(case, tasks="archive", archive=str(files), until=DAY + 20 * HOUR)
+    of_another_version(case, purge=True)
+    change(case.folder, *LATER, adds=True)
+    file = write_lines(tmp_path_factory.mktemp("received") / "1.jsonl", [received("received", AT)])
+    found = case.audit(tasks="archive", archive=str(case.folder), received=str(file), until=DAY + 20 * HOUR)
     assert (found.tasks, found.delivered, found.lost) == (2, 1, 1)
-    assert case.replay(archive=str(files), where="true").registered == 2
+    assert case.replay(archive=str(case.folder), where="true").registered == 2
     same = {"Topic": "orders", "Data": base64.b64encode(serialized(b"data")), "OrderingKey": "k", "CreatedAt": AT}
     same |= {"Sequence": None, "Priority": 50, "AtMostOnce": False, "BlockedBy": None}
     assert {id: {name: each[name] for name in same} for id, each in case.rows().items()} == dict.fromkeys(
@@ -299,13 +283,13 @@ def test_an_archive_of_another_version_is_audited_and_replayed(case: Case):
 
 def test_an_archive_of_another_version_is_purged_or_one_sentence_says_why_not(case: Case):
     """This version cannot prove a column that it does not know, so it deletes nothing."""
-    files = of_another_version(case, purge=False)
-    [window] = windows_of(files)
-    change(files, adds=True)
-    edit(window, checksum="7")
+    of_another_version(case, purge=False)
+    [window] = case.files.windows()
+    change(case.folder, adds=True)
+    window.edit(checksum="7")
     with pytest.raises(OutboxError, match=r"not purged.* If a later version of the package wrote them, upgrade this"):
-        case.archive(to=files, purge=True)
+        case.archive(purge=True)
     assert len(case.rows()) == 2
-    edit(window, checksum=window["checksum"])
-    change(files, "Added", "BlockedBy", "CancelledAt")
-    assert case.archive(to=files, purge=True).deleted == 2
+    window.edit(checksum=window["checksum"])
+    change(case.folder, "Added", "BlockedBy", "CancelledAt")
+    assert case.archive(purge=True).deleted == 2

@@ -28,7 +28,7 @@ from tests.support.operations import row
 from tests.support.pipeline import Case, received, remove, write_lines
 from tests.support.processes import ROOT
 
-pytestmark = [pytest.mark.usefixtures("in_process"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 PAGE = (ROOT / "docs/pipeline/certificate.md").read_text(encoding="utf-8")
 PREVIOUS = "certificate-%Y-%m-%d.json"
 #: The certified days, and the day after, whose archive has the last tasks of the second one.
@@ -70,10 +70,10 @@ def certify(case: Case, place: Place, day: datetime, output: str, **more: Any) -
         "received": str(place.path("received/%Y-%m-%d/*.jsonl")),
         "output": str(case.folder / output),
         "certificate": str(place.path("certificate-%Y-%m-%d.json")),
-        "key-file": str(place.path("key.pem")),
+        "key_file": str(place.path("key.pem")),
         **more,
     }
-    return cli.main(["audit", *case.flags(**flags)])
+    return case.job("audit", **flags)
 
 
 @pytest.fixture
@@ -170,6 +170,7 @@ def test_a_file_without_a_folder_is_in_the_working_directory(spark: SparkSession
     assert Folder(spark, "certificate.json").qualified() == f"file:{Path.cwd()}/certificate.json"
 
 
+@pytest.mark.extended
 def test_a_verifier_imports_neither_spark_nor_spanner(tmp_path: Path):
     (tmp_path / "key.pub").write_text("")
     program = (
@@ -210,8 +211,8 @@ REFUSED: dict[str, tuple[Callable[[Place], object], dict[str, str], str]] = {
     "the archive begins later": (NOTHING, {"since": "2026-10-19"}, "The archive begins at 2026-10-20"),
     "the window is open": (NOTHING, {"since": "2026-10-22", "until": "2026-10-23"}, "is open: the archive must reach"),
     "a received file ends early": (_cut, {}, "has 1 unreadable line, as a file that ends early"),
-    "the key is missing": (NOTHING, {"key-file": "none"}, "none cannot be read"),
-    "there is no key": (NOTHING, {"key-file": ""}, "needs --archive, --received, and either --key-file or --kms-key"),
+    "the key is missing": (NOTHING, {"key_file": "none"}, "none cannot be read"),
+    "there is no key": (NOTHING, {"key_file": ""}, "needs --archive, --received, and either --key-file or --kms-key"),
     "the one before is missing": (NOTHING, {"previous": "none.json"}, "--previous none.json does not exist"),
 }
 

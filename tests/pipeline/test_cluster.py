@@ -23,10 +23,10 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
-from tests.support import spanner
+from tests.support import cluster, spanner
 from tests.support.cluster import Cluster
 from tests.support.operations import COLUMNS, insert, limit, row, rows_of, update
-from tests.support.pipeline import DAY, NEXT_DAY, keyed_rows, purges, received, sent, windows_of, write_lines
+from tests.support.pipeline import DAY, NEXT_DAY, Files, keyed_rows, received, sent, write_lines
 from tests.support.processes import Process, kill_family
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
@@ -73,19 +73,20 @@ class Shop:
         return "register", "--input", str(file), "--rejects", str(self.folder / "rejects")
 
 
+@pytest.fixture(scope="module")
+def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster.running(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
 @pytest.fixture
-def shop(  # noqa: PLR0917 - pytest names them
-    spark_cluster: Cluster,
-    database: Database,
-    emulators: Emulators,
-    variables: dict[str, str],
-    pubsub: PubSub,
-    tmp_path: Path,
+def shop(
+    spark_cluster: Cluster, database: Database, emulators: Emulators, pubsub: PubSub, tmp_path: Path
 ) -> Iterator[Shop]:
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic, ordered=True)
+    subscription = pubsub.new_subscription(pubsub.new_topic(), ordered=True)
+    variables = emulators.environment() | spanner.variables(str(database.database_id))
     with Proxy(emulators.spanner_host) as proxy:
-        yield Shop(database, topic, subscription, tmp_path, spark_cluster, variables, proxy)
+        yield Shop(database, subscription.topic, subscription, tmp_path, spark_cluster, variables, proxy)
 
 
 #: Runs jobs as one application, because each driver and each executor costs ten CPU seconds.
@@ -250,18 +251,19 @@ class Archive(Job):
 
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
-        self.folder = shop.folder / "archive"
+        self.files = Files(shop.folder / "archive")
         insert(shop.database, tasks(shop.topic))
-        self.rows = archivable_rows(shop.database)
+        rows = rows_of(shop.database)
+        self.rows = {id: each | {"Data": base64.b64decode(each["Data"])} for id, each in rows.items()}
         flags = ("--window", "6h", "--since", DAY.isoformat(), "--until", NEXT_DAY.isoformat(), "--read-late")
-        self.command = ("archive", "--archive", str(self.folder), *flags, *self.purge)
+        self.command = ("archive", "--archive", str(self.files.folder), *flags, *self.purge)
 
     def has_begun(self, _log: str) -> bool:
-        return len(windows_of(self.folder)) == 1
+        return len(self.files.windows()) == 1
 
     def audit(self, _summary: dict[str, Any]) -> None:
-        assert archived_rows(self.folder) == self.rows
-        assert len([*self.folder.glob("window=*/run=*")]) == len(windows_of(self.folder)) == WINDOWS
+        assert archived_rows(self.files.folder) == self.rows
+        assert len(self.files.runs()) == len(self.files.windows()) == WINDOWS
         assert self.shop.count() == ROWS
 
 
@@ -272,8 +274,8 @@ class Purge(Archive):
         return 0 < self.shop.count() < ROWS
 
     def audit(self, _summary: dict[str, Any]) -> None:
-        assert archived_rows(self.folder) == self.rows
-        counts = [each["deleted"] + each["missing"] for each in purges(self.folder) if each]
+        assert archived_rows(self.files.folder) == self.rows
+        counts = [each["deleted"] + each["missing"] for each in self.files.purges() if each]
         assert (sum(counts), len(counts), self.shop.count()) == (ROWS, WINDOWS, 0)
 
 
@@ -313,11 +315,6 @@ def tasks(topic: str, **columns: Any) -> list[dict[str, Any]]:
         | columns
         for number, each in given
     ]
-
-
-def archivable_rows(database: Database) -> dict[str, dict[str, Any]]:
-    rows = rows_of(database)
-    return {id: each | {"Data": base64.b64decode(each["Data"])} for id, each in rows.items()}
 
 
 def archived_rows(folder: Path) -> dict[str, dict[str, Any]]:

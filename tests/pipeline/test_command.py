@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -40,21 +39,17 @@ from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark import session
 from outbox_pipeline.spark.stack_traces import _ON_EXECUTOR, _PACKED, error_from, spark_errors
 from publishworker.telemetry import clients
-from tests.support import pipeline
 from tests.support.operations import insert, insert_cancelled, row, rows_of
+from tests.support.pipeline import Case, options, write_lines
+from tests.support.pipeline import row as given_row
 from tests.support.processes import Finished, run
 from tests.support.roles import Heard, grants, refused
 from tests.support.spanner import PROJECT
 
-Jobs = Callable[..., int]
 
-
-@pytest.fixture
-def job(in_process: None, target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch) -> Jobs:  # noqa: ARG001 - it patches the process
-    monkeypatch.setenv("OUTBOX_PROJECT", target.project)
-    monkeypatch.setenv("OUTBOX_INSTANCE", target.instance)
-    monkeypatch.setenv("OUTBOX_DATABASE", target.database)
-    return lambda *arguments: cli.main(list(map(str, arguments)))
+def register(case: Case, name: str) -> int:
+    """Register a file of the test's folder. Return the exit code of the command."""
+    return case.job("register", input=case.folder / name, rejects=case.folder / "no", topic="orders")
 
 
 def as_process(target: DatabaseSettings, emulators: Emulators, *arguments: str, **environment: str) -> Finished:
@@ -62,15 +57,14 @@ def as_process(target: DatabaseSettings, emulators: Emulators, *arguments: str, 
     return run("outbox_pipeline", *arguments, environment=emulators.environment() | settings | environment, seconds=90)
 
 
-def lines(path: Path, *rows: object) -> Path:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
+#: A row that is registered, and one that is rejected.
+TWO = [{"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}]
 
 
 @pytest.mark.long("the cluster runs it, too")
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
     """Also in a locale in which Java finds no file whose name is not ASCII."""
-    file = lines(tmp_path / "été.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
+    file = write_lines(tmp_path / "été.jsonl", TWO)
     flags = "--input", str(file), "--rejects", str(tmp_path / "no"), "--json"
     done = as_process(target, emulators, "register", *flags, OUTBOX_REJECTED="no", LC_ALL="C")
     assert done.code == 1, done.stderr
@@ -95,7 +89,6 @@ def test_invalid_flags_are_refused_before_spark_starts(target: DatabaseSettings,
 
 #: Arguments, the exit code, and what the sentence says; `r` and `in.` are in a folder of the test.
 WRONG = (
-    ("", 2, "JOB"),
     ("nothing", 2, "unknown job 'nothing'"),
     ("register --rejects r", 2, "Pass --input for files, or --input-table for a table"),
     ("register --input in.csv --input-table t --rejects r", 2, "for a table, but not both"),
@@ -120,27 +113,26 @@ WRONG = (
 )
 
 
-def test_an_expected_error_is_one_sentence(job: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"})
-    lines(tmp_path / "in.csv", "topic,dat", "orders,x")
+def test_an_expected_error_is_one_sentence(case: Case, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([])
+    assert "JOB" in capsys.readouterr().err
+    write_lines(case.folder / "in.jsonl", TWO[:1])
+    (case.folder / "in.csv").write_text("topic,dat\norders,x\n")
     for arguments, code, sentence in WRONG:
-        words = arguments.replace(" r ", f" {tmp_path}/r ").replace("in.", f"{tmp_path}/in.").split()
-        if not words:
-            with pytest.raises(SystemExit, match=str(code)):
-                job(*words)
-        else:
-            assert job(*words) == code, arguments
+        words = arguments.replace(" r ", f" {case.folder}/r ").replace("in.", f"{case.folder}/in.").split()
+        assert case.job(*words) == code, arguments
         out, err = capsys.readouterr()
         assert out == "", arguments
         assert sentence in err, arguments
         assert "Traceback" not in err, arguments
 
 
-def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_metrics_are_sent_at_the_end(case: Case, monkeypatch: pytest.MonkeyPatch):
     client = mock.Mock()
     monkeypatch.setattr(clients, "_datadog", lambda: client)
-    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}, "{")
-    assert job("register", "--input", file, "--rejects", tmp_path / "no") == 1
+    write_lines(case.folder / "in.jsonl", [*TWO, {"dat": "three"}])
+    assert register(case, "in.jsonl") == 1
     assert client.increment.call_args_list == [
         mock.call("outbox.pipeline_run_count", 1, tags=["job:register", "result:rejected"]),
         mock.call("outbox.pipeline_row_count", 1, tags=["job:register", "outcome:registered"]),
@@ -148,7 +140,7 @@ def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pyt
     ]
     client.stop.assert_called_once()
     client.reset_mock()
-    assert job("archive", "--archive", tmp_path / "a", "--until", "5s") == 2
+    assert case.job("archive", archive=case.folder / "a", until="5s") == 2
     client.increment.assert_called_once_with("outbox.pipeline_run_count", 1, tags=["job:archive", "result:failed"])
     client.distribution.assert_not_called()
 
@@ -243,25 +235,21 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_named_with_its_cause(
-    job: Jobs, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_damaged_file_is_named_with_its_cause(case: Case, name: str, capsys: pytest.CaptureFixture[str]):
     content, cause = DAMAGES[name]
-    (tmp_path / name).write_bytes(content)
-    assert job("register", "--topic", "orders", "--input", tmp_path / name, "--rejects", tmp_path / "no") == 1
+    (case.folder / name).write_bytes(content)
+    assert register(case, name) == 1
     error = capsys.readouterr().err
     assert re.search(rf"{name}.*Cause: .*({cause}).*\. The file is damaged or is no file of this format", error), error
-    assert list((tmp_path / "no").glob("*")) == [], "the folder of the run is left"
+    assert list((case.folder / "no").glob("*")) == [], "the folder of the run is left"
 
 
-def test_a_parquet_type_that_spark_cannot_read_has_a_remedy(
-    job: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_parquet_type_that_spark_cannot_read_has_a_remedy(case: Case, capsys: pytest.CaptureFixture[str]):
     """As are the times that pandas writes by default."""
     for type_ in (pa.timestamp("ns"), pa.time32("ms")):
         columns = {"data": pa.string(), "topic": pa.string(), "expires_at": type_}
-        pq.write_table(pa.schema(columns).empty_table(), tmp_path / "in.parquet")
-        assert job("register", "--input", tmp_path / "in.parquet", "--rejects", tmp_path / "no") == 1
+        pq.write_table(pa.schema(columns).empty_table(), case.folder / "in.parquet")
+        assert register(case, "in.parquet") == 1
         error = capsys.readouterr().err
         assert re.search(r"Illegal Parquet type: INT\d\d \(TIME.*\. Drop the column or convert it", error), error
 
@@ -330,12 +318,12 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     assert found["Id"].to_pylist() == ["cancelled"]
     table.retention()
     for more in ({}, {"state": "sent", "since": "3650d"}):
-        source = OutboxDataSource(pipeline.options(target, databaseRole="outbox_pipeline", **more))
+        source = OutboxDataSource(options(target, databaseRole="outbox_pipeline", **more))
         reader = source.reader(source.schema())
         assert sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)) in (1, 10)
     writer = Writer(table, table.now(), lambda *_: None)
     for id in ("new", "sent"):
-        writer.add(pipeline.row(task_id=id))
+        writer.add(given_row(task_id=id))
     writer.flush()
     purging = operations.begin(table, "purge", {}, Tasks=0)
     assert purge_chunk(table, {"sent": SENT}, purging.id)["deleted"] == 1

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,9 +22,6 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
-from outbox_pipeline import cli
-from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs import audit
 from outbox_pipeline.jobs import drain as job
 from outbox_pipeline.jobs.drain import DrainSummary
 from publishworker import process
@@ -36,19 +33,13 @@ from tests.support.pipeline import Case, options, write_received
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
 #: Groups of few tasks, so that more of them are in flight when something happens.
 SMALL = {"batch_size": "10", "concurrency": "2", "poll_interval": "0.2"}
-
-
-Drain = Callable[..., tuple[int, dict[str, Any]]]
-
-
-def flags(given: Mapping[str, str]) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
 def settings_of(target: DatabaseSettings, **given: str) -> RelaySettings:
@@ -64,19 +55,13 @@ def living(settings: RelaySettings, id: str) -> Iterator[None]:
     store.delete_heartbeat(id)
 
 
-@pytest.fixture
-def drain(in_process: None, target: DatabaseSettings, capsys: pytest.CaptureFixture[str]) -> Drain:  # noqa: ARG001 - it patches the process
-    def command(*arguments: str) -> tuple[int, dict[str, Any]]:
-        code = cli.main(["drain", "--json", *flags(options(target)), *flags(SMALL), *arguments])
-        return code, json.loads(capsys.readouterr().out)
-
-    return command
+def drain(case: Case, capsys: pytest.CaptureFixture[str], **more: str) -> tuple[int, dict[str, Any]]:
+    return case.job("drain", "--json", **SMALL, **more), json.loads(capsys.readouterr().out)
 
 
 def heartbeats(database: Database) -> dict[str, datetime]:
-    with database.snapshot() as snapshot:
-        found = snapshot.execute_sql("SELECT WorkerId, StartedAt FROM AsynchronousTaskWorkers")
-        return {worker: started_at for worker, started_at in found if worker.startswith("spark-")}
+    found = query(database, "SELECT WorkerId, StartedAt FROM AsynchronousTaskWorkers")
+    return {worker: started_at for worker, started_at in found if worker.startswith("spark-")}
 
 
 def ids_of(messages: list[PubsubMessage]) -> Counter[str]:
@@ -92,8 +77,9 @@ def register_keys(database: Database, topic: str, keys: int, commits: int) -> li
 
 
 def test_every_sendable_task_is_sent_and_the_others_are_counted(
-    drain: Drain, database: Database, pubsub: PubSub
+    case: Case, pubsub: PubSub, capsys: pytest.CaptureFixture[str]
 ):  # OUT-SPARK-1
+    database = case.database
     topics = [pubsub.new_topic() for _ in range(2)]
     subscriptions = [pubsub.new_subscription(topic, ordered=True) for topic in topics]
     expected = [register(database, topic, 60) for topic in topics]
@@ -103,7 +89,7 @@ def test_every_sendable_task_is_sent_and_the_others_are_counted(
     insert(database, [row("dead", Topic=topics[0], AvailableAt=NEVER), row("paused", Topic="paused")])
     pause(database, "paused")
 
-    code, done = drain()
+    code, done = drain(case, capsys)
     assert code == 0
     states = {name: done[name] for name in ("pending", "retrying", "scheduled", "blocked", "dead", "paused")}
     assert states == {"pending": 0, "retrying": 0, "scheduled": 2, "blocked": 0, "dead": 1, "paused": 1}
@@ -114,18 +100,18 @@ def test_every_sendable_task_is_sent_and_the_others_are_counted(
     assert first_deliveries(received[1]) == key_orders(database, topics[1])
     assert heartbeats(database) == {}
 
-    code, again = drain()
+    code, again = drain(case, capsys)
     assert (code, again["published"], again["rounds"], again["scheduled"]) == (0, 0, 0, 2)
 
 
-def test_the_deadline_stops_a_drain_with_work_left(drain: Drain, database: Database):
-    register(database, "missing-topic", 3)
-    code, done = drain("--deadline", "2")
+def test_the_deadline_stops_a_drain_with_work_left(case: Case, capsys: pytest.CaptureFixture[str]):
+    register(case.database, "missing-topic", 3)
+    code, done = drain(case, capsys, deadline="2")
     assert code == 4
     assert done["pending"] + done["retrying"] == 3
     assert done["seconds"] >= 2
-    assert len(unsent(database)) == 3
-    assert heartbeats(database) == {}
+    assert len(unsent(case.database)) == 3
+    assert heartbeats(case.database) == {}
 
 
 def test_a_live_worker_keeps_its_shards(case: Case, topic: str, monkeypatch: pytest.MonkeyPatch):
@@ -186,19 +172,10 @@ def pythons_of_spark() -> list[int]:
     return [each for each in daemons if not children(each)]
 
 
-def audit_settings(target: DatabaseSettings, folder: Path, received: list[PubsubMessage]) -> AuditSettings:
-    file = write_received(folder / "received.jsonl", received)
-    given = options(target, until="1s", grace="1", received=str(file), output=str(folder / "audit"))
-    return AuditSettings.read(given, {})
-
-
 @contextlib.contextmanager
 def two_workers(emulators: Emulators, database: Database) -> Iterator[list[Process]]:
-    small = flags(SMALL)
-    with (
-        worker(emulators, database, *small) as one,
-        worker(emulators, database, *small) as other,
-    ):
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    with worker(emulators, database, *small) as one, worker(emulators, database, *small) as other:
         both = [one, other]
         for each in both:
             each.wait_for_text("relaying")
@@ -249,7 +226,8 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(case: Case
     assert duplicates <= 100
     assert (done.work_left, heartbeats(case.database)) == (False, {})
 
-    audited = audit.run(case.spark, audit_settings(case.target, case.folder, received))
+    write_received(case.folder / "received.jsonl", received)
+    audited = case.audit(until="1s", grace="1")
     messages = len({each.message_id for each in received})
     assert (audited.tasks, audited.delivered, audited.messages) == (len(ids), len(ids), messages)
     assert (audited.republished, audited.redelivered) == (messages - len(ids), len(received) - messages)

@@ -27,8 +27,7 @@ from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark import spark_tasks
 from outbox_pipeline.spark.spark_tasks import Pace
 from tests.support.operations import Watch, rows_of
-from tests.support.pipeline import Case, FakeTable, FakeTime, counts, fail_after_writes, registered, row, rows
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.pipeline import Case, FakeTable, FakeTime, counts, fail_after_writes, rejects, row, rows
 
 TAG = "outbox-pipeline-register"
 
@@ -116,8 +115,8 @@ def test_the_writer_reads_again_after_a_collision(older: bool):
     table.time += timedelta(days=2)
     table.calls.clear()
     add(made, *plain(*ids(REGISTER_ROWS, REGISTER_ROWS)), flush=False)
-    assert table.kinds() == ["insert", "look", "insert"]
-    assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
+    counted = [(kind, len(ids)) for kind, ids in table.calls]
+    assert counted == [("insert", REGISTER_ROWS), ("look", REGISTER_ROWS), ("insert", REGISTER_ROWS - 3)]
     assert answered(made) == ((2 * REGISTER_ROWS - 3, 3, 0) if older else (2 * REGISTER_ROWS, 0, 0), [])
 
 
@@ -192,7 +191,7 @@ def test_chunks_have_max_rows_and_max_bytes():
     sizes = [9_000_000, 10, 10, 9_000_000, COMMIT_BYTES // 4, COMMIT_BYTES // 4, COMMIT_BYTES // 4, 10, 10]
     table = FakeTable()
     made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
-    inserts = [given for kind, given, _ in table.calls if kind == "insert"]
+    inserts = [given for kind, given in table.calls if kind == "insert"]
     assert inserts == [["0"], ["1", "2", "3"], ["4", "5", "6"], ["7", "8"]]
     assert answered(made) == ((9, 0, 0), [])
 
@@ -228,14 +227,8 @@ def test_a_rate_is_a_limit_at_each_time(monkeypatch: pytest.MonkeyPatch):
     assert time.slept[5:] == [4.0, 4.0], "the share of a Spark task is below 1"
 
 
-def settings(input: str, rejects: str, database: str, **others: Any) -> RegisterSettings:
-    given = {"project": PROJECT, "instance": INSTANCE, "database": database, "input": input, "rejects": rejects}
-    return RegisterSettings.read(given | others, {})
-
-
-def refused(folder: object) -> list[dict[str, Any]]:
-    lines = [line for file in sorted(Path(str(folder)).glob("*.json")) for line in file.read_text("utf-8").splitlines()]
-    return sorted((json.loads(line) for line in lines), key=lambda each: str(each["reason"]))
+def settings(case: Case, **given: str) -> RegisterSettings:
+    return RegisterSettings.read(case.options(rejects=f"{case.folder}/no", topic="usual", **given), {})
 
 
 def message_of(stored: dict[str, Any]) -> Any:
@@ -248,9 +241,7 @@ def test_a_table_of_the_catalog_is_an_input(case: Case):
     case.spark.sql(f"CREATE TABLE invoices (data STRING, topic STRING, month DATE) {where}")
     case.spark.sql("INSERT INTO invoices VALUES ('a', 'orders', DATE '2026-11-01'), ('b', NULL, DATE '2026-12-01')")
     try:
-        given = settings(
-            "", f"{case.folder}/no", case.target.database, input_table="invoices", topic="usual", key="month"
-        )
+        given = settings(case, input_table="invoices", key="month")
         others = {"key": "", "select": "upper(data) AS data, topic"}
         done = [job.run(case.spark, each) for each in (given, given, dataclasses.replace(given, **others))]
     finally:
@@ -271,10 +262,10 @@ def test_rejected_rows_can_be_corrected_and_registered(case: Case):
     }  # fmt: skip
     lines = [bad, {"data": "x", "n": "8"}, {"data": "y", "n": "9", "priority": "high"}, {"data": "z"}]
     path.write_bytes("\n".join(map(json.dumps, lines)).encode() + b'\n{"data":"\xff"}\n{"data":"a"} {"data":"b"}\n')
-    given = settings(str(path), str(case.folder / "no"), case.target.database, topic="usual", key="n ")
+    given = settings(case, input=str(path), key="n ")
     done = job.run(case.spark, given)
     assert counts(done) == (6, 1, 0, 0, 5)
-    found = refused(done.rejects)
+    found = rejects(done.rejects)
     [by_name] = [each for each in found if "goog" in each["reason"]]
     assert by_name["task_id"] == task_id("goog", "7")
     assert by_name["available_at"] == "2090-01-01T00:00:00.000001Z"
@@ -285,9 +276,7 @@ def test_rejected_rows_can_be_corrected_and_registered(case: Case):
         ("the", '(invalid UTF-8 was replaced) {"data":"\ufffd"}'),
     ]
     # Uncorrected, they are rejected again.
-    again = job.run(
-        case.spark, settings(f"{done.rejects}/*.json", str(case.folder / "no"), case.target.database, topic="usual")
-    )
+    again = job.run(case.spark, settings(case, input=f"{done.rejects}/*.json"))
     assert counts(again) == (5, 0, 0, 0, 5)
     # Corrected, they are registered.
     corrected = [by_name | {"topic": "orders"}, json.loads(found[1]["line"]) | {"priority": 1}]
@@ -306,10 +295,10 @@ def test_rejected_rows_can_be_corrected_and_registered(case: Case):
 def test_empty_input_and_a_single_row(case: Case):
     unknown = case.spark.createDataFrame([("d", "orders", 1)], "data string, topic string, colour int")
     with pytest.raises(SettingError, match="Unknown column 'colour'"):
-        registered(unknown, case.target, case.folder)
+        case.register(unknown)
     one = case.spark.createDataFrame([("d", "orders")], "data string, topic string")
     for given, count in ((one.limit(0), 0), (one.where("false"), 0), (one, 1)):
-        assert counts(registered(given, case.target, case.folder)) == (count, count, 0, 0, 0)
+        assert counts(case.register(given)) == (count, count, 0, 0, 0)
         assert len(case.rows()) == count
     assert list(case.folder.iterdir()) == []
 
@@ -321,8 +310,8 @@ def test_a_rate_applies_to_all_spark_tasks_together(case: Case):
         mock.patch.object(job, "map_rows", wraps=job.map_rows) as mapped,
         mock.patch.object(job, "in_order", wraps=job.in_order) as ordered,
     ):
-        assert registered(given, case.target, case.folder, max_rows_per_second=1000).registered == 1
-        assert registered(given, case.target, case.folder).existing == 1
+        assert case.register(given, max_rows_per_second=1000).registered == 1
+        assert case.register(given).existing == 1
     tasks = case.spark.sparkContext.defaultParallelism
     assert [call.args[-2] for call in mapped.call_args_list] == [1000 / tasks, 0.0]
     assert [call.args[1] for call in ordered.call_args_list] == [tasks, 0]
@@ -332,7 +321,7 @@ def test_a_rate_applies_to_all_spark_tasks_together(case: Case):
 def test_a_retried_spark_task_registers_no_task_twice(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Every Spark task fails twice, after writing a part and after writing all rows. Each row is counted once."""
     there = [{"data": f"there {number}".encode()} for number in range(150)]
-    assert registered(rows(case.spark, there), case.target, case.folder, topic="orders").registered == 150
+    assert case.register(rows(case.spark, there), topic="orders").registered == 150
     keyed = [
         {"data": str(number).encode(), "ordering_key": f"k{number % 3}", "sequence": number} for number in range(450)
     ]
@@ -340,7 +329,7 @@ def test_a_retried_spark_task_registers_no_task_twice(case: Case, monkeypatch: p
     bad = [{"data": b"bad", "topic": "goog"}, {"data": b"bad", "at_most_once": True, "ordering_key": "k1"}]
     given = [*keyed, *plain, *there, *bad, *plain[:20], *keyed[:10], *there[:5]]
     monkeypatch.setattr(job, "register_rows", partial(fail_after_writes, job.register_rows))
-    done = registered(rows(case.spark, given, 3), case.target, case.folder, topic="orders")
+    done = case.register(rows(case.spark, given, 3), topic="orders")
     assert counts(done) == (len(given), 750, 150, 35, 2)
     stored = case.rows()
     assert len(stored) == 900
@@ -349,4 +338,4 @@ def test_a_retried_spark_task_registers_no_task_twice(case: Case, monkeypatch: p
         assert len(of_key) == 150
     assert len(list(Path(str(done.rejects)).glob("*.json"))) >= 1
     monkeypatch.undo()
-    assert counts(registered(rows(case.spark, given), case.target, case.folder, topic="orders"))[1:3] == (0, 900)
+    assert counts(case.register(rows(case.spark, given), topic="orders"))[1:3] == (0, 900)

@@ -25,24 +25,12 @@ from outbox_pipeline.jobs.replay import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed,
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, insert_cancelled, opened, row, rows_of, update
-from tests.support.pipeline import (
-    DAY,
-    MICROSECOND,
-    NEXT_DAY,
-    Case,
-    edit,
-    fail_after_writes,
-    meddle,
-    noted,
-    sent,
-    windows_of,
-    write_half_and_fail,
-)
+from tests.support.pipeline import DAY, NEXT_DAY, Case, fail_after_writes, fail_half_way, meddle, sent
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import first_deliveries, worker
 from tests.support.spanner import query
 
-HOUR = timedelta(hours=1)
+HOUR, MICROSECOND = timedelta(hours=1), timedelta(microseconds=1)
 
 
 def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
@@ -89,7 +77,7 @@ def test_a_selection_gives_the_same_tasks_from_table_and_archive(case: Case):
         assert counts(done)[1:] == (0, 0, 0, 0, 0)
         assert done.replay_id is None
     assert case.rows() == before
-    assert noted(case.database) == []
+    assert case.operations() == []
 
 
 def test_a_dry_run_counts_all_tasks_and_shows_some(case: Case):
@@ -136,7 +124,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
     for each in stay:
         assert after[each["Id"]] == before[each["Id"]]
 
-    [note] = [each for each in noted(case.database) if each["Operation"] == "replay"]
+    [note] = [each for each in case.operations() if each["Operation"] == "replay"]
     assert (note["OperationId"], note["Reason"]) == (done.replay_id, "the report lost a day")
     assert note["Tasks"] == 2 + len(of_key)
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
@@ -173,12 +161,12 @@ def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: 
             replay(to=wrong)
     with pytest.raises(SettingError, match="--to needs --topic"):
         case.replay(where="true", to=to.topic)
-    assert noted(case.database) == []
+    assert case.operations() == []
     done = replay(to=to.topic, reason="ticket 4711")
     assert (done.selected, done.published, done.refused, done.replayed) == (51, 50, 1, 0)
     in_order = {"k": [f"{99 - n}" for n in range(50)]}
     assert first_deliveries(to.drain()) == in_order
-    [note] = noted(case.database)
+    [note] = case.operations()
     assert (note["Tasks"], json.loads(note["Selection"])["to"]) == (50, to.topic)
     with case.database.batch() as batch:
         batch.update(OPERATIONS, ("OperationId", "FinishedAt"), [(done.replay_id, None)])
@@ -214,7 +202,7 @@ def test_purged_tasks_are_restored_from_the_archive(case: Case):
     assert counts(done) == (8, 1, 5, 2, 0, 0)
     stored = case.rows()
     assert stored.items() >= left.items()
-    [note] = noted(case.database)
+    [note] = case.operations()
     assert (json.loads(note["Selection"])["archive"], note["Tasks"]) == (str(case.folder), 8)
     now = {stored[each["Id"]].pop("AvailableAt") for each in (*gone, *large)}
     assert all(note["StartedAt"] < each < note["FinishedAt"] for each in now)
@@ -308,11 +296,11 @@ def test_an_invalid_replay_is_refused_before_its_record_is_written(case: Case):
             case.replay(archive=str(case.folder / "no"), where="true", dry_run=dry_run)
     assert query(case.database, "SELECT COUNT(*) FROM AsynchronousTaskOperations") == [[0]]
     case.archive(late=True)
-    [window] = windows_of(case.folder)
-    edit(window, database=window["database"].replace(case.target.database, "another"))
+    [window] = case.files.windows()
+    window.edit(database=window["database"].replace(case.target.database, "another"))
     with pytest.raises(OutboxError, match=r"is the archive of .*another, not of "):
         case.replay(archive=str(case.folder), where="true", dry_run=True)
-    assert noted(case.database) == []
+    assert case.operations() == []
 
     done = case.replay(topic="nothing")
     with pytest.raises(SettingError, match=r"this replay finished at .*Z\. Start a new one"):
@@ -333,7 +321,8 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
     ):
         monkeypatch.setattr(type(table.database._instance._client), "credentials", SimpleNamespace(**credentials))
         begun = operations.begin(table, "replay", {})
-        assert (noted(database)[-1]["Principal"], noted(database)[-1]["StartedAt"]) == (principal, begun.started_at)
+        noted = f"SELECT Principal, StartedAt FROM {OPERATIONS} WHERE OperationId = '{begun.id}'"
+        assert query(database, noted) == [[principal, begun.started_at]]
 
 
 def test_a_replay_needs_the_table_of_operations(case: Case, own_database: Database):
@@ -361,10 +350,10 @@ def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(
     case.insert([sent(id, DAY, Topic=topic) for id in ids])
     caplog.set_level("INFO", "outbox_pipeline")
     with monkeypatch.context() as patch:
-        patch.setattr(job, "replay_rows", partial(write_half_and_fail, job.replay_rows))
+        patch.setattr(job, "replay_rows", partial(fail_half_way, job.replay_rows))
         with pytest.raises(PythonException, match="when it has written half of its rows"):
             case.replay(topic=topic)
-    [note] = noted(case.database)
+    [note] = case.operations()
     assert (note["FinishedAt"], note["Tasks"]) == (None, None)
     assert f"continue it with --resume {note['OperationId']}" in caplog.text
     send(emulators, case.database)
@@ -377,6 +366,6 @@ def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(
     assert 0 < done.resent < len(ids), "the failure was to come in the middle"
     send(emulators, case.database)
     assert sorted(each.attributes[outbox.TASK_ID_ATTRIBUTE] for each in subscription.drain(0.5)) == ids
-    [ended] = noted(case.database)
+    [ended] = case.operations()
     assert ended == note | {"FinishedAt": ended["FinishedAt"], "Tasks": len(ids)}
     assert ended["FinishedAt"] is not None

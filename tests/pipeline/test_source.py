@@ -4,8 +4,6 @@ import itertools
 import json
 import random
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyspark
@@ -33,7 +31,7 @@ from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OF_READER, OutboxDataSource, OutboxReader, parse
 from outbox_pipeline.spark.stack_traces import error_from
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
-from tests.support.pipeline import Case, counts, options, registered
+from tests.support.pipeline import Case, counts, options, rejects
 from tests.support.proxy import Proxy
 from tests.support.rpc import Faulty
 from tests.support.spanner import place
@@ -44,13 +42,13 @@ DAY = datetime(2026, 6, 1, tzinfo=UTC)
 ODD_IDS = ("0", "00000000", "7fffffff", "80000000", "ffffffff", "ffffffff-z", "Zebra", "zebra", "ä", "😀", " ", "\x01")
 
 
-def reader_of(given: dict[str, str]) -> OutboxReader:
-    source = OutboxDataSource(given)
+def reader_of(target: DatabaseSettings, **given: str) -> OutboxReader:
+    source = OutboxDataSource(options(target, **given))
     return source.reader(source.schema())
 
 
-def read(given: dict[str, str]) -> pa.Table:
-    reader = reader_of(given)
+def read(target: DatabaseSettings, **given: str) -> pa.Table:
+    reader = reader_of(target, **given)
     batches = [batch for part in reader.partitions() for batch in reader.read(part)]
     return pa.Table.from_batches(batches, batches[0].schema) if batches else pa.table({})
 
@@ -79,7 +77,7 @@ def every_state(database: Database) -> dict[str, str]:
 
 
 def test_every_column_matches_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
-    got = {each["Id"]: each for each in read(options(target, columns=",".join(schemas.TASK.fieldNames()))).to_pylist()}
+    got = {each["Id"]: each for each in read(target, columns=",".join(schemas.TASK.fieldNames())).to_pylist()}
     assert {id: each["State"] for id, each in got.items()} == every_state
     assert set(every_state.values()) == set(STATES)
     for id, expected in rows_of(database).items():
@@ -96,11 +94,11 @@ def test_every_column_matches_the_table(every_state: dict[str, str], target: Dat
 def test_every_task_is_read_once_for_any_kind_of_id(target: DatabaseSettings, database: Database):
     chance = random.Random(7)
     for empty in ({}, {"state": "sent", "since": "1h"}):
-        assert read(options(target, **empty)).num_rows == 0
+        assert read(target, **empty).num_rows == 0
     made = [*ODD_IDS, *(f"{chance.getrandbits(128):032x}" for _ in range(60))]
     insert(database, [row(id) for id in made])
     for count in (1, 2, 7, 100):
-        assert ids(read(options(target, columns="Id", partitions=str(count)))) == sorted(made), count
+        assert ids(read(target, columns="Id", partitions=str(count))) == sorted(made), count
 
 
 def test_options_select_tasks(every_state: dict[str, str], target: DatabaseSettings, database: Database):
@@ -113,7 +111,7 @@ def test_options_select_tasks(every_state: dict[str, str], target: DatabaseSetti
             for id, each in stored.items()
             if narrowed.get("state") in (None, every_state[id]) and narrowed.get("topic") in (None, each["Topic"])
         ]
-        assert ids(read(options(target, columns="Id", **narrowed))) == sorted(expected), narrowed
+        assert ids(read(target, columns="Id", **narrowed)) == sorted(expected), narrowed
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -122,41 +120,40 @@ def test_bounds_are_exact_to_the_microsecond(target: DatabaseSettings, database:
     times = [DAY + timedelta(microseconds=number) for number in range(6)]
     insert(database, [row(f"sent{number}", SentAt=time) for number, time in enumerate(times)])
     insert(database, [row(f"unsent{number}") for number in range(60 if few else 0)])
-    given = options(target, columns="Id", state="sent", since=shown(times[1]), until=shown(times[4]), partitions="3")
-    kinds = {type(each.value[0]) for each in reader_of(given).partitions()}
+    given = {"columns": "Id", "state": "sent", "since": shown(times[1]), "until": shown(times[4]), "partitions": "3"}
+    kinds = {type(each.value[0]) for each in reader_of(target, **given).partitions()}
     assert kinds == ({parts.SentPart} if few else {parts.KeyPart})
-    assert ids(read(given)) == ["sent1", "sent2", "sent3"]
-    assert ids(read({**given, "topic": "other"})) == []
-    assert ids(read(options(target, columns="Id", since=shown(times[5]), state="sent"))) == ["sent5"]
+    assert ids(read(target, **given)) == ["sent1", "sent2", "sent3"]
+    assert ids(read(target, **given, topic="other")) == []
+    assert ids(read(target, columns="Id", since=shown(times[5]), state="sent")) == ["sent5"]
 
 
 def test_bounds_apply_to_created_at_of_unsent_tasks(target: DatabaseSettings, database: Database):
     insert(database, [row("old", CreatedAt=PAST), row("new", CreatedAt=DAY), row("sent", CreatedAt=PAST, SentAt=DAY)])
-    given = options(target, columns="Id")
-    assert ids(read({**given, "since": shown(DAY)})) == ["new", "sent"]
-    assert ids(read({**given, "until": shown(DAY)})) == ["old"]
+    assert ids(read(target, since=shown(DAY))) == ["new", "sent"]
+    assert ids(read(target, until=shown(DAY))) == ["old"]
 
 
 def test_all_parts_read_at_one_timestamp(target: DatabaseSettings, database: Database):
     insert(database, [row(id) for id in ("1", "9")])
-    reader = reader_of(options(target, columns="Id,SentAt"))
+    reader = reader_of(target, columns="Id,SentAt")
     planned = reader.partitions()
     then = planned[0].value[2]
     insert(database, [row(id) for id in ("0", "5", "f")])
     update(database, "1", SentAt=DAY)
     read_now = [batch for part in planned for batch in reader.read(part)]
     assert pa.Table.from_batches(read_now).to_pylist() == [{"Id": "1", "SentAt": None}, {"Id": "9", "SentAt": None}]
-    assert ids(read(options(target, columns="Id", readTimestamp=shown(then)))) == ["1", "9"]
-    assert len(ids(read(options(target, columns="Id")))) == 5
+    assert ids(read(target, columns="Id", readTimestamp=shown(then))) == ["1", "9"]
+    assert len(ids(read(target, columns="Id"))) == 5
 
 
 def test_an_unreadable_timestamp_is_an_error_that_says_why(target: DatabaseSettings):
     """A timestamp before the retention period, in the future, or of a part that is read too late."""
     with pytest.raises(OutboxError, match="version_retention_period"):
-        read(options(target, readTimestamp="2h"))
+        read(target, readTimestamp="2h")
     with pytest.raises(SettingError, match="is in the future"):
-        read(options(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1))))
-    reader = reader_of(options(target))
+        read(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1)))
+    reader = reader_of(target)
     [part, *_] = reader.partitions()
     of_table, selection, at, layout = part.value
     part = InputPartition((of_table, selection, at - timedelta(hours=2), layout))
@@ -168,11 +165,11 @@ def test_an_unreadable_timestamp_is_an_error_that_says_why(target: DatabaseSetti
 def test_a_session_reads_on_after_the_number_of_shards_was_changed(own_database: Database, narrowed: dict[str, str]):
     """Spark's processes keep their client and what they know about the table for hours."""
     insert(own_database, [row("sent", SentAt=DAY), *(row(f"{number}") for number in range(9))])
-    given = options(place(str(own_database.database_id)), **narrowed)
-    before = ids(read(given))
+    target = place(own_database.database_id)
+    before = ids(read(target, **narrowed))
     resharding = Resharding(TaskTable(opened(own_database)))
     assert list(resharding.run(resharding.target(4)))
-    reader = reader_of(given)
+    reader = reader_of(target, **narrowed)
     planned = reader.partitions()
     reader._table.layout = Layout(10)  # as in the process of an executor
     assert sorted(id for part in planned for batch in reader.read(part) for id in batch["Id"].to_pylist()) == before
@@ -189,7 +186,7 @@ def test_a_part_holds_one_batch_in_memory(
         with monkeypatch.context() as patch:
             patch.setattr(parts, name, limit)
             for narrowed, number in (({}, 80), ({"state": "sent", "since": shown(DAY)}, 20)):
-                reader = reader_of(options(target, columns="Id,Payload", partitions="1", **narrowed))
+                reader = reader_of(target, columns="Id,Payload", partitions="1", **narrowed)
                 batches = [batch for part in reader.partitions() for batch in reader.read(part)]
                 assert sum(batch.num_rows for batch in batches) == number
                 assert len(batches) >= 20 * weight(b"x" * 1_000) / limit
@@ -201,14 +198,14 @@ def test_a_body_that_is_not_a_message_is_null(target: DatabaseSettings, database
     """Invalid rows of other programs do not end a job. An empty message is a message."""
     insert(database, [row("bad", Data=b"\xff\xff"), row("empty", Data=b"")])
     for columns in ("Id,Payload", "Id,Attributes", "Id,Attributes,Payload"):
-        got = {each["Id"]: each for each in read(options(target, columns=columns)).to_pylist()}
+        got = {each["Id"]: each for each in read(target, columns=columns).to_pylist()}
         for name in columns.split(",")[1:]:
             assert got["bad"][name] is None
             assert got["empty"][name] == {"Payload": b"", "Attributes": [("asynchronous_task_id", "empty")]}[name]
 
 
 def test_invalid_options_are_named(target: DatabaseSettings):
-    cases = (
+    cases: tuple[tuple[dict[str, str], str], ...] = (
         ({"stat": "sent"}, "Unknown option stat"),
         ({"state": "gone"}, "Option state: 'gone' is not allowed. It must be pending, retrying"),
         ({"columns": "Id,Nope"}, "Option columns: 'Id,Nope' is not allowed"),
@@ -220,11 +217,11 @@ def test_invalid_options_are_named(target: DatabaseSettings):
     )
     for wrong, sentence in cases:
         with pytest.raises(SettingError, match=sentence):
-            read(options(target) | wrong)
+            read(target, **wrong)
     upper = {name.upper(): value for name, value in options(target).items()}
     assert parse(upper, OF_READER) == parse(options(target), OF_READER)
     with pytest.raises(NotReached, match="not-there"):
-        read(options(target, database="not-there"))
+        read(target, database="not-there")
 
 
 def test_executors_use_the_endpoint_of_the_options(case: Case, emulators: Emulators):
@@ -242,12 +239,6 @@ def test_every_call_waits_for_spanner_as_long_as_a_commit(target: DatabaseSettin
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", "127.0.0.1:9")
     with pytest.raises(NotReached, match=r"Timeout of 0\.2s exceeded"):
         spanner.open_table(target)
-
-
-def test_a_table_keeps_only_readable_versions(target: DatabaseSettings):
-    table = spanner.open_table(target)
-    now = table.now()
-    assert (table.keeps(now), table.keeps(now - timedelta(hours=2))) == (True, False)
 
 
 def test_the_version_retention_period_of_the_database_applies(
@@ -286,10 +277,6 @@ def write(rows: DataFrame, target: DatabaseSettings, **more: str) -> None:
     rows.write.format("outbox").options(**options(target, **more)).mode("append").save()
 
 
-def rejects(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in folder.glob("**/part-*.json") for line in file.read_text().splitlines()]
-
-
 ROWS = (
     "SELECT 'a' AS data, 'orders' AS topic, map('k', 'v') AS attributes, 7 AS priority, 'o' AS ordering_key, "
     "TIMESTAMP'2090-01-01 00:00:00Z' AS available_at, NULL AS expires_at UNION ALL "
@@ -305,7 +292,7 @@ def test_a_written_row_is_the_task_that_the_job_registers(case: Case):
     assert {each["Topic"]: each["Priority"] for each in stored.values()} == {"orders": 7, "usual": 50}
     write(rows.repartition(3), case.target, topic="usual")
     assert case.rows() == stored
-    assert counts(registered(rows, case.target, case.folder, topic="usual")) == (2, 0, 2, 0, 0)
+    assert counts(case.register(rows, topic="usual")) == (2, 0, 2, 0, 0)
 
 
 def test_rejected_rows_are_refused_or_written_to_a_folder(case: Case):
@@ -411,7 +398,7 @@ def test_a_repeated_micro_batch_registers_nothing_twice(case: Case):  # OUT-SPAR
 def test_a_stream_is_not_registered_as_a_batch(case: Case):
     rows = case.spark.readStream.schema("data string, topic string").json(str(case.folder))
     with pytest.raises(SettingError, match=r"is a stream. Write it with writeStream.format\('outbox'\), or call"):
-        registered(rows, case.target, case.folder)
+        case.register(rows)
 
 
 def test_the_format_needs_no_registration(spark: SparkSession, target: DatabaseSettings):

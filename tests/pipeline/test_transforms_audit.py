@@ -213,18 +213,13 @@ def judged(spark: SparkSession) -> Judged:
     for row in found.collect():
         case, _, id = row.task_id.partition("/")
         findings[case][row["class"], id] += 1
-    states = {_parted(row.task_id): row.state for row in rows.collect() if row.task_id}
+    states = {tuple(row.task_id.split("/")): row.state for row in rows.collect() if row.task_id}
     lines = audit.numbers(audit.counted(rows)).where("NOT is_total")
-    numbers = {_parted(line.topic): line.asDict() for line in lines.collect()}
+    numbers = {tuple(line.topic.split("/")): line.asDict() for line in lines.collect()}
     shown = Counter(row["class"] for row in audit.samples(found, 2).collect())
     rows.unpersist()
     found.unpersist()
     return Judged(findings, states, numbers, shown)
-
-
-def _parted(text: str) -> tuple[str, str]:
-    case, _, rest = text.partition("/")
-    return case, rest
 
 
 def test_each_defect_is_found_and_no_other(judged: Judged):

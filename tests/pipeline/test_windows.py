@@ -35,18 +35,7 @@ from outbox_pipeline.jobs.archive_files import (
     floor,
     rebalanced,
 )
-from tests.support.pipeline import (
-    DAY,
-    MICROSECOND,
-    NEXT_DAY,
-    Published,
-    archived,
-    edit,
-    purges,
-    rewrite,
-    sent_of,
-    windows_of,
-)  # fmt: skip
+from tests.support.pipeline import DAY, MICROSECOND, NEXT_DAY, Files, Published, remove, sent_of
 
 HOUR = timedelta(hours=1)
 TIMES = st.datetimes(datetime(1950, 1, 1), datetime(2150, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - given there
@@ -92,9 +81,7 @@ def finish(
     window = dataclasses.replace(WINDOW, since=since, until=until, data=data)
     if tasks:
         write(spark, to / data, tasks, *without)
-        [(rows, checksum)] = (
-            spark.read.schema(schemas.ARCHIVED).parquet(str(to / data)).select(*checksum_columns()).collect()
-        )
+        [(rows, checksum)] = archivable(frame(spark, tasks)).select(*checksum_columns()).collect()
         window = dataclasses.replace(window, rows=rows, checksum=checksum)
     return archive.finish(window)
 
@@ -125,15 +112,15 @@ def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: f
 def test_an_invalid_commit_is_an_error_with_its_path(tmp_path: Path):
     """For any kind of damage. A window of another version can have other fields and is not damaged."""
     assert Log(str(tmp_path)).append(dataclasses.replace(WINDOW, data="window=x/run=0"), [])
-    [window] = windows_of(tmp_path)
-    file, whole = window["file"], window["file"].read_text()
+    [window] = Files(tmp_path).windows()
+    file, whole = window.file, window.file.read_text()
     for changes in ({"rows": None, "lines": 2}, {"until": 1}, {"until": "soon"}, {"until": None}):
-        edit(window, **changes)
+        window.edit(**changes)
         with pytest.raises(OutboxError, match=rf"^{file} is not the commit of a window: .* Restore it"):
             windows(str(tmp_path))
         file.write_text(whole)
     for more in ({}, {"zone": "eu"}):
-        edit(window, format=2, **more)
+        window.edit(format=2, **more)
         with pytest.raises(OutboxError, match=rf"^{file} has format 2, but this package reads 1\. Upgrade"):
             windows(str(tmp_path))
         file.write_text(whole)
@@ -164,7 +151,7 @@ def test_the_log_proves_each_window_and_keeps_it(spark: SparkSession, tmp_path: 
     assert table.vacuum(0, dry_run=False, enforce_retention_duration=False, full=True)
     assert list(left.rglob("*.parquet")) == []
     assert windows(str(tmp_path)) == [window]
-    assert archived(spark, tmp_path) == [("a", DAY), ("b", DAY + HOUR)]
+    assert Files(tmp_path).tasks(spark) == [("a", DAY), ("b", DAY + HOUR)]
 
 
 def test_other_engines_read_the_finished_windows(spark: SparkSession, tmp_path: Path):
@@ -238,11 +225,11 @@ def test_read_archive_selects_by_time(spark: SparkSession, tmp_path: Path):
 def test_a_window_with_fewer_tasks_than_the_log_says_fails_each_read(spark: SparkSession, tmp_path: Path):
     """Spark ignores a file that is gone, and one of 0 bytes."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY), ("b", DAY)])
-    for files in ("", "rm"):
+    for files in ([], ["removed"]):
         for file in tmp_path.rglob("*.parquet"):
-            rewrite(file, "")
-            if files:
-                file.unlink()
+            remove(file)
+            if not files:
+                file.touch()
         with pytest.raises(OutboxError, match=r"contains 0 tasks, but its window has 2\. Restore its files"):
             read_archive(spark, str(tmp_path))
 
@@ -256,13 +243,13 @@ def test_overlapping_and_missing_windows_are_errors(spark: SparkSession, tmp_pat
     for since in (2.5, 4):
         with pytest.raises(OutboxError, match="Another run finished the window"):
             finish(spark, tmp_path, DAY + HOUR * since, DAY + HOUR * 5, [])
-    middle, last = windows_of(tmp_path)[1:]
-    edit(last, since=shown(DAY + HOUR * 1.5))
+    middle, last = Files(tmp_path).windows()[1:]
+    last.edit(since=shown(DAY + HOUR * 1.5))
     with pytest.raises(
         OutboxError, match=r"0003\.json is a window from \S+T01:30\S+, but the one before .* at \S+T02:00"
     ):
         read_archive(spark, str(tmp_path))
-    middle["file"].unlink()
+    middle.file.unlink()
     with pytest.raises(OutboxError, match=r"The Delta log of \S+ cannot be read.* gap"):
         read_archive(spark, str(tmp_path))
 
@@ -323,7 +310,7 @@ def test_the_notes_of_a_purge_are_those_of_the_first(tmp_path: Path):
     other.note_purged(window, {"deleted": 0, "resent": 0, "missing": 0}, NEXT_DAY + HOUR)
     [window] = one.windows()
     assert (window.operation, window.purged) == ("1", True)
-    [note] = purges(tmp_path)
+    [note] = Files(tmp_path).purges()
     assert note is not None
     assert (note["deleted"], note["resent"], note["missing"], note["at"]) == (3, 2, 1, shown(NEXT_DAY))
 

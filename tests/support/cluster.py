@@ -44,25 +44,15 @@ SHIPPED = (
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A running cluster. `folder` has the workers' own folders, and the shipped environment."""
+    """A running cluster. `folder` has the workers' own folders, the shipped environment, and Spark's event logs."""
 
     master: str
     workers: tuple[Child, ...]
     folder: Path
 
-    @property
-    def local(self) -> Path:
-        """Return the folder for Spark's own files."""
-        return self.folder / "local"
-
-    @property
-    def events(self) -> Path:
-        """Return the folder of Spark's event logs, one for each job."""
-        return self.folder / "events"
-
     def spark_tasks(self) -> int:
         """Return how many Spark tasks the last job has run."""
-        log = max(self.events.iterdir(), key=lambda file: file.stat().st_mtime)
+        log = max((self.folder / "events").iterdir(), key=lambda file: file.stat().st_mtime)
         return log.read_text(encoding="utf-8").count('"Event":"SparkListenerTaskEnd"')
 
     def submit(
@@ -83,7 +73,7 @@ class Cluster:
         """Run the driver of a job, or of another `file`, for the time of the block."""
         here = {name: os.environ[name] for name in ("PATH", "HOME", "JAVA_HOME") if name in os.environ}
         here |= {"SPARK_LOCAL_IP": LOOPBACK, "SPARK_SUBMIT_OPTS": QUICK_JAVA, "PYTHONPATH": "environment"}
-        here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python"), "SPARK_LOCAL_DIRS": str(self.local)}
+        here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python"), "SPARK_LOCAL_DIRS": str(self.folder / "local")}
         options = {f"spark.executorEnv.{name}": value for name, value in variables.items()}
         options |= {
             "spark.executor.memory": "1g",
@@ -93,7 +83,7 @@ class Cluster:
             "spark.eventLog.enabled": "true",
             "spark.eventLog.compress": "false",
             "spark.eventLog.rolling.enabled": "false",
-            "spark.eventLog.dir": str(self.events),
+            "spark.eventLog.dir": str(self.folder / "events"),
             **(conf or {}),
         }
         words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master, *SHIPPED[:-1]]
@@ -110,7 +100,7 @@ class Cluster:
                 if child.poll() is None:
                     kill_family(child.pid)
                 # A killed process leaves there what it has unpacked.
-                shutil.rmtree(self.local, ignore_errors=True)
+                shutil.rmtree(self.folder / "local", ignore_errors=True)
 
 
 @contextlib.contextmanager

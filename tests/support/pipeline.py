@@ -20,12 +20,14 @@ from outbox.admin.table import Transaction
 from outbox.base.values import shown
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
-from outbox_pipeline import schemas
-from outbox_pipeline.job_settings import ArchiveSettings, ReplaySettings
+from outbox_pipeline import cli, schemas
+from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, ReplaySettings
 from outbox_pipeline.jobs import archive as archive_job
+from outbox_pipeline.jobs import audit as audit_job
 from outbox_pipeline.jobs import replay as replay_job
 from outbox_pipeline.jobs.archive import Archived
 from outbox_pipeline.jobs.archive_files import read_archive
+from outbox_pipeline.jobs.audit import Audited
 from outbox_pipeline.jobs.register import Registered, register
 from outbox_pipeline.jobs.replay import Replayed
 from outbox_pipeline.spanner import Table
@@ -73,6 +75,11 @@ class Case:
     def target(self) -> DatabaseSettings:
         return place(self.database.database_id)
 
+    @property
+    def files(self) -> "Files":
+        """Return the files of the archive in the folder of the test."""
+        return Files(self.folder)
+
     def insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
         insert(self.database, rows)
 
@@ -84,9 +91,13 @@ class Case:
         times = {name: shown(value) for name, value in given.items() if isinstance(value, datetime)}
         return options(self.target, **given | times)
 
-    def flags(self, **given: Any) -> list[str]:
-        """Return the flags of a job, of those options that have a value."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self.options(**given).items() if value]
+    def job(self, name: str, *words: object, **given: Any) -> int:
+        """Run the command of a job, with flags for the given options that have a value. Return its exit code."""
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.options(**given).items() if value]
+        return cli.main([name, *flags, *map(str, words)])
+
+    def register(self, rows: DataFrame, **given: Any) -> Registered:
+        return register(rows, rejects=str(self.folder), **options(self.target), **given)
 
     def archive(self, *, to: Path | None = None, late: bool = False, purge: bool = False, **given: Any) -> Archived:
         """Archive the windows until the end of DAY, or those that are given, to the folder of the test or another."""
@@ -97,20 +108,27 @@ class Case:
         how = {name: given.pop(name) for name in ("dry_run", "resume", "reason", "to") if name in given}
         return replay_job.run(self.spark, ReplaySettings.read(self.options(**given), {}), **how)
 
+    def audit(self, **given: Any) -> Audited:
+        """Compare the tasks of DAY, or of another window, with the received messages in the folder of the test."""
+        usual = {"since": DAY, "until": NEXT_DAY, "output": f"{self.folder}/report"}
+        usual |= {"received": f"{self.folder}/received.jsonl"}
+        return audit_job.run(self.spark, AuditSettings.read(self.options(**usual | given), {}))
 
-def noted(database: Database) -> list[dict[str, Any]]:
-    """Return the records of operations, in the order in which they began."""
-    names = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Reason", "Selection", "Tasks")
-    found = query(database, f"SELECT {', '.join(names)} FROM AsynchronousTaskOperations ORDER BY StartedAt")
-    return [dict(zip(names, each, strict=True)) for each in found]
-
-
-def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more: Any) -> Registered:
-    return register(dataframe, rejects=str(rejects), **options(target), **more)
+    def operations(self) -> list[dict[str, Any]]:
+        """Return the records of operations, in the order in which they began."""
+        names = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Reason", "Selection", "Tasks")
+        found = query(self.database, f"SELECT {', '.join(names)} FROM AsynchronousTaskOperations ORDER BY StartedAt")
+        return [dict(zip(names, each, strict=True)) for each in found]
 
 
 def counts(done: Registered) -> tuple[int, int, int, int, int]:
     return (done.read, done.registered, done.existing, done.repeated, done.rejected)
+
+
+def rejects(folder: object) -> list[dict[str, Any]]:
+    """Return the rejected rows in a folder, in the order of their reasons."""
+    lines = [line for file in Path(str(folder)).glob("**/part-*.json") for line in file.read_text("utf-8").splitlines()]
+    return sorted(map(json.loads, lines), key=lambda each: str(each["reason"]))
 
 
 def keyed_rows(topic: str, count: int) -> list[dict[str, Any]]:
@@ -153,18 +171,18 @@ class FakeTable:
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
-        #: What was asked: ("look" or "insert", the ids, the tag).
-        self.calls: list[tuple[str, list[str], str]] = []
+        #: What was asked: ("look" or "insert", the ids).
+        self.calls: list[tuple[str, list[str]]] = []
         self.time = datetime(2026, 1, 1, tzinfo=UTC)
 
     def now(self) -> datetime:
         self.time += timedelta(microseconds=1)
         return self.time
 
-    def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
+    def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], _tag: str) -> bool:
         created = [dict(zip(columns, each, strict=True)) for each in rows]
         ids = [each["Id"] for each in created]
-        self.calls.append(("insert", ids, tag))
+        self.calls.append(("insert", ids))
         if self.rows.keys() & set(ids) or len(set(ids)) < len(ids):
             return False
         committed = self.now()
@@ -174,13 +192,10 @@ class FakeTable:
             self.rows[each["Id"]] = each
         return True
 
-    def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
+    def read_ids(self, columns: Sequence[str], ids: Iterable[str], _tag: str) -> list[list[Any]]:
         asked = list(ids)
-        self.calls.append(("look", asked, tag))
+        self.calls.append(("look", asked))
         return [[self.rows[id][column] for column in columns] for id in asked if id in self.rows]
-
-    def kinds(self) -> list[str]:
-        return [kind for kind, _, _ in self.calls]
 
 
 def meddle(monkeypatch: pytest.MonkeyPatch, table: Table, change: Callable[[], None]) -> None:
@@ -211,7 +226,7 @@ def fail_after_writes(work: Callable[..., Iterator[Rows]], *given: Any) -> Itera
     yield from answers
 
 
-def write_half_and_fail(work: Callable[..., Iterator[Rows]], *given: Any) -> Iterator[Rows]:
+def fail_half_way(work: Callable[..., Iterator[Rows]], *given: Any) -> Iterator[Rows]:
     """Write half of the rows of each batch and fail, in every attempt."""
     *arguments, batches = given
     yield from work(*arguments, map(_half, batches))
@@ -245,47 +260,49 @@ def sent_of(tasks: DataFrame) -> list[Published]:
     return sorted((id, epoch + timedelta(microseconds=micros)) for id, micros in rows)
 
 
-def archived(spark: SparkSession, archive: Path) -> list[Published]:
-    return sent_of(read_archive(spark, str(archive)))
+class Commit(dict[str, Any]):
+    """The details of a commit of an archive."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        super().__init__(json.loads(file.read_text().splitlines()[0])["commitInfo"].get("outbox", {}))
+
+    def edit(self, **changes: Any) -> None:
+        first, *others = self.file.read_text().splitlines(keepends=True)
+        commit = json.loads(first)
+        commit["commitInfo"]["outbox"] |= changes
+        self.file.write_text("".join([json.dumps(commit) + "\n", *others]))
 
 
-def data_folders(archive: Path) -> list[Path]:
-    return sorted(archive.glob("window=*/run=*"))
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """The files of an archive."""
 
+    folder: Path
 
-def commits(archive: Path) -> list[dict[str, Any]]:
-    """Return the details of each commit that has some, with the path of its file."""
-    found = []
-    for file in sorted(archive.glob("_delta_log/*.json")):
-        details = json.loads(file.read_text().splitlines()[0])["commitInfo"].get("outbox")
-        found += [details | {"file": file}] if details else []
-    return found
+    def tasks(self, spark: SparkSession) -> list[Published]:
+        return sent_of(read_archive(spark, str(self.folder)))
 
+    def runs(self) -> list[Path]:
+        """Return the folders of data, also of runs that did not end."""
+        return sorted(self.folder.glob("window=*/run=*"))
 
-def windows_of(archive: Path) -> list[dict[str, Any]]:
-    return [each for each in commits(archive) if "since" in each]
+    def commits(self, name: str) -> list[Commit]:
+        """Return the commits with this detail."""
+        found = map(Commit, sorted(self.folder.glob("_delta_log/*.json")))
+        return [each for each in found if name in each]
 
+    def windows(self) -> list[Commit]:
+        return self.commits("since")
 
-def purges(archive: Path) -> list[dict[str, Any] | None]:
-    """Return the first note that the purge of a window ended, if there is one, for each window."""
-    notes = {each["purged"]: each for each in reversed(commits(archive)) if "purged" in each}
-    return [notes.get(each["since"]) for each in windows_of(archive)]
-
-
-def edit(window: dict[str, Any], **changes: Any) -> None:
-    """Change the details of a window in its commit."""
-    first, *others = window["file"].read_text().splitlines(keepends=True)
-    commit = json.loads(first)
-    commit["commitInfo"]["outbox"] |= changes
-    window["file"].write_text("".join([json.dumps(commit) + "\n", *others]))
-
-
-def rewrite(file: Path, text: str) -> None:
-    file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
-    file.write_text(text)
+    def purges(self) -> list[Commit | None]:
+        """Return the first note that the purge of a window ended, if there is one, for each window."""
+        notes = {each["purged"]: each for each in reversed(self.commits("purged"))}
+        return [notes.get(each["since"]) for each in self.windows()]
 
 
 def remove(file: Path) -> None:
+    """Remove a file that Spark has written, with its checksum."""
     file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
     file.unlink()
 
@@ -299,7 +316,3 @@ def first_try_fails(batches: Iterator[Any], note: Path) -> Iterator[Any]:
         if context.partitionId() == 0 and context.attemptNumber() == 0:
             note.touch()
             raise RuntimeError("the first try of a task fails")
-
-
-def ids(letters: Iterable[Any], at: datetime) -> list[Published]:
-    return sorted((str(each), at) for each in letters)
