@@ -157,7 +157,7 @@ class Delivery:
                 changes = {**changes, **rules.release_changes(claim, rows, changes, now, self._policy)}
             return changes
 
-        committed = self._timing.claim(self._tools.store, claim, decide_and_release)
+        committed = self._timing.transact(self._tools.store, claim, decide_and_release)
         if changes:
             self._tools.marking.committed()
         return committed
@@ -203,7 +203,7 @@ class Delivery:
             # OUT-DELAY-1: tasks that failed before, and suspects of the topic, share no request.
             alone = {row.id for row in rows if row.attempts or row.id in self.claim.suspects}
             answers = self._tools.publisher.publish(self.claim.destination, rows, PUBLISH_SECONDS, alone)
-            self._timing.published(rows, answers)
+            self._timing.end_publish(rows, answers)
             self._results.answers |= answers
 
     def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
@@ -355,7 +355,7 @@ class Timing:
         self._phase_began = self._locked_at = clock()
         self._now: datetime  # the database's time at the last lock
 
-    def claim(self, store: SpannerStore, claim: Claim, decide: Decide) -> datetime:
+    def transact(self, store: SpannerStore, claim: Claim, decide: Decide) -> datetime:
         """Run a transaction of the store, and time it. Raises StoreError."""
         self.transactions += 1
         self._phase_began, has_decided = self._clock(), False
@@ -373,7 +373,7 @@ class Timing:
         finally:
             self._end(COMMIT if has_decided else CLAIM)
 
-    def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
+    def end_publish(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
         """End the phase, and record the latencies of the published rows."""
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:

@@ -160,7 +160,7 @@ class SpannerStore:
             found = list(self._query_layouts(statement, "outbox-discover", shards, parameters))
         else:
             found = self._query(relay_sql.DISCOVER_NO_TOPICS, "outbox-discover", {})
-        _, *rest, controls = found[0]
+        _topics, *rest, controls = found[0]
         return Discovery(
             self._workers(*rest) if rest else None,
             {topic: TopicControls(*row) for topic, *row in controls},

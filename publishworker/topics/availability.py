@@ -107,7 +107,7 @@ class Topics:
             return self._with_controls(claim)
         if claim.topic in self.paused:
             return None
-        self._limits.take(claim.topic, len(claim.tasks))
+        self._limits.use(claim.topic, len(claim.tasks))
         self._in_flight[claim.topic] += len(claim.tasks)
         return self._circuits.begin_batch(self._with_controls(claim))
 
@@ -117,15 +117,15 @@ class Topics:
         if claim.kind is Kind.DEFER:
             return None
         self._in_flight[claim.topic] -= len(claim.tasks)
-        self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # returns tokens of untried tasks
+        self._limits.use(claim.topic, len(delivered.answers) - len(claim.tasks))  # returns tokens of untried tasks
         if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
 
     def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a reported batch has skipped, or None while they must wait."""
-        probes = delivered.claim.probe
-        return delivered.at_most_once() if probes or self._circuits.is_closed(delivered.claim.topic) else None
+        is_probe = delivered.claim.probe
+        return delivered.at_most_once() if is_probe or self._circuits.is_closed(delivered.claim.topic) else None
 
     def _with_controls(self, claim: Claim) -> Claim:
         return replace(claim, controls=self._controls.get(claim.topic, NO_CONTROLS))
@@ -284,15 +284,15 @@ class CircuitBreakers:
         if published:
             self._circuits.pop(topic, None)
             return None if circuit is None else CircuitChange(topic, None, now - circuit.since)
-        about_topic = outage or [id for id, kind in kinds.items() if kind is FailureKind.TARGET]
-        if not about_topic:
+        of_topic = outage or [id for id, kind in kinds.items() if kind is FailureKind.TARGET]
+        if not of_topic:
             if circuit is not None and probe and circuit.probe_at == inf:
                 circuit.probe_at = now  # the probe says nothing about the topic, so another may follow
             return None
         if circuit is None:
-            circuit = self._circuits[topic] = _Circuit(failed[about_topic[0]], now, OUTAGE_PROBE.first)
+            circuit = self._circuits[topic] = _Circuit(failed[of_topic[0]], now, OUTAGE_PROBE.first)
         elif probe and not now < circuit.probe_at < inf:  # of several probes, only the first failure counts
-            circuit.failure = failed[about_topic[0]]
+            circuit.failure = failed[of_topic[0]]
             circuit.delay = (OUTAGE_PROBE if outage else TOPIC_PROBE).after(circuit.delay)
         else:
             return None
@@ -369,7 +369,7 @@ class RateLimits:
             allowed[topic] = min(left, allowed.get(topic, left))
         return allowed
 
-    def take(self, topic: str, tasks: int) -> None:
+    def use(self, topic: str, tasks: int) -> None:
         """Use tokens for tasks that start. A negative number returns tokens of tasks that were not published."""
         if (bucket := self._buckets.get(topic)) is not None:
             now = self._clock()

@@ -162,13 +162,13 @@ class InFlight:
 
     def raise_if_stuck(self) -> None:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
-        step, self._checked_at = min(self._clock() - self._checked_at, MAX_COUNTED_SECONDS), self._clock()
+        passed, self._checked_at = min(self._clock() - self._checked_at, MAX_COUNTED_SECONDS), self._clock()
         for entry in self._running:
             begun = entry.transactions != entry.delivery.transactions
-            entry.seconds_since_begin = 0.0 if begun else entry.seconds_since_begin + step
+            entry.seconds_since_begin = 0.0 if begun else entry.seconds_since_begin + passed
             entry.transactions = entry.delivery.transactions
-        old = [entry for entry in self._running if entry.seconds_since_begin > STUCK_SECONDS]
-        stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
+        overdue = [entry for entry in self._running if entry.seconds_since_begin > STUCK_SECONDS]
+        stuck = [entry for entry in overdue if self._running[entry].is_alive()]  # the others only have to be collected
         for entry in stuck:
             del self._running[entry]
             self._give_up(entry)

@@ -264,7 +264,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         lambda real: lambda self, controls, _workers: real(self, controls, 1)
     ),
     "tasks use tokens of a rate limit": (
-        "limits", "publishworker.topics.availability.RateLimits", "take", always(None)
+        "limits", "publishworker.topics.availability.RateLimits", "use", always(None)
     ),
     "an at-most-once task whose publish is refused is not lost": (
         "refused rows", "publishworker.delivery.kinds.MarkFirst", "_undo_marks", always({})

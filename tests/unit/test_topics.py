@@ -206,7 +206,7 @@ def test_no_history_of_requests_exceeds_rate_and_burst(
         tasks = throttle.allowed()
         assert tasks is not None
         assert 0 <= tasks <= max_tasks
-        throttle.take("orders", int(tasks * part))
+        throttle.use("orders", int(tasks * part))
         total += int(tasks * part)
     assert total <= max_tasks + (throttle.now - BEGIN) * per_second / workers + 1e-6 * (1 + total)
 
@@ -215,7 +215,7 @@ def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Ti
     """Tasks that other workers sent use none of the rate, but never raise the tokens above the burst."""
     throttle.limit(1, 10)
     for tasks, allowed in ((10, 0), (-4, 4), (-400, 10), (-400, 10), (10, 0), (-10, 10), (13, 0)):
-        throttle.take("orders", tasks)
+        throttle.use("orders", tasks)
         assert throttle.allowed() == allowed
     throttle.now += 3.5
     assert throttle.allowed() == 0
