@@ -34,7 +34,7 @@ Missing: TypeAlias = Literal["nack", "raise"]
 #: Changes the subscriber's rows in the transaction before it returns. It must not be `async def`, nor contain `yield`.
 Handle: TypeAlias = Callable[[Transaction, Any], object]
 
-#: Errors that may mean that Spanner is unavailable: each further message would wait as long.
+#: Errors that may mean that Spanner is unavailable: each further message would wait for the same timeout.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
 
 _log = logging.getLogger("outbox")
@@ -81,7 +81,7 @@ class Receiver:
         update_wrapper(self, handle, updated=())
 
     def __call__(self, message: PulledMessage) -> None:
-        """Process the message, and acknowledge it after the commit. A failure is logged and negatively acknowledged.
+        """Process the message, and acknowledge it after the commit. After a failure, log it and nack.
 
         Raises:
             NotReached: the table ProcessedTasks is missing. It ends the streaming pull, because no message can be
@@ -183,7 +183,7 @@ class Receiver:
             for message in messages:
                 stack.enter_context(_refusing(message, _ACK, _ACK_REFUSED))
             result = self.handle(transaction, [*messages] if self._takes_list else messages[0])
-        # A result that is not read was never sent: the client sends a statement when its first row is read.
+        # A statement whose result is not read was never sent: the client sends a statement when its first row is read.
         check_finished(result, name_of(self.handle), StreamedResultSet)
 
     def _describe(self, messages: Sequence[ReceivedMessage]) -> str:
@@ -257,9 +257,10 @@ class BatchReceiver(Receiver):
         return {*map(id, new)}
 
     def _receive_singly(self, messages: list[PulledMessage]) -> None:
-        """Process each message in its own transaction. After two unavailable errors in a row, reject the rest untried.
+        """Process each message in its own transaction.
 
-        The cause of only one such error may be its message.
+        After two errors in a row that mean that Spanner is unavailable, nack the rest without trying them. The cause of
+        a single one may be its message.
         """
         failed, outage, unavailable = set[str](), None, None
         failures = list[Failure]()
