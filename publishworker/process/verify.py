@@ -45,7 +45,7 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.types import COMMIT, Answer, Failed, LockedRow, Published, RowChange, TopicKey
 
-#: Topics of the loaded tasks, of which nothing is published.
+#: Topics of the loaded tasks, which are not published.
 TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")
 #: Tasks of one commit while loading: about 20,000 of the 80,000 mutations that it may have.
 LOAD_ROWS = 1_000

@@ -326,7 +326,7 @@ def _record_published(
         transaction.update(OPERATIONS, ("OperationId", "Published"), [(id, json.dumps(first))])
 
 
-# Whether any unsent task is left to send, and of which topics. No turn of the relay needs this.
+# Whether any unsent task is left to send, and the topics of such tasks. No turn of the relay needs this.
 
 
 def any_to_send(store: SpannerStore, shards: Iterable[int] | None = None, *, misrouted: bool = False) -> bool:
