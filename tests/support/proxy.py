@@ -5,15 +5,16 @@ In a process of its own, so that it costs the one that is measured nothing:
     python -m tests.support.proxy HOST:PORT=SECONDS ...    prints one address each, and forwards until it is killed
 """
 
-import asyncio
 import contextlib
+import queue
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 LOOPBACK = "127.0.0.1"
 CHUNK = 65_536
@@ -32,141 +33,163 @@ class Proxy:
         self.target = target
         #: Called when open connections are about to end by a fault.
         self.on_break: Callable[[], None] = lambda: None
-        #: How many connections have been accepted so far.
-        self.accepted = 0
+        self._state = threading.Condition()
         self._held = frozenset[str]()
         self._delay = 0.0
-        self._server: asyncio.Server | None = None
-        #: The ends of each open connection: the client's, and that of the target.
-        self._links = set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]]()
+        self._listener: socket.socket | None = None
+        self._links = set[_Link]()
+        self._accepted = 0
 
     def __enter__(self) -> Self:
         # Bound until the end: while the proxy refuses, no other process gets the port, and no client gets it as its
         # source port, which would connect the client to itself.
         self._reservation = _bound(0)
-        running = threading.Event()
-
-        async def live() -> None:
-            self._loop, self._end, self._moved = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-            running.set()
-            await self._end.wait()
-
-        self._thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)
-        self._thread.start()
-        running.wait()
-        self.forward()
+        self._listen()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.refuse()
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
         self._reservation.close()
 
     @property
     def address(self) -> str:
-        return f"{LOOPBACK}:{self._reservation.getsockname()[1]}"
+        return f"{LOOPBACK}:{self._port}"
+
+    @property
+    def accepted(self) -> int:
+        """Return how many connections have been accepted so far."""
+        return self._accepted
 
     def forward(self) -> None:
-        self._wait_for(self._listen())
+        self._hold()
+        self._listen()
 
     def hang(self) -> None:
-        self._wait_for(self._listen("request", "answer"))
+        self._hold("request", "answer")
+        self._listen()
 
     def mute(self) -> None:
-        self._wait_for(self._listen("answer"))
+        self._hold("answer")
+        self._listen()
 
     def refuse(self) -> None:
-        async def close() -> None:
-            if self._server:
-                self._server.close()
-            self._server = None
-
-        self._wait_for(close())
+        with self._state:
+            listener, self._listener = self._listener, None
+        if listener:
+            _close(listener)
         self.cut()
 
     def cut(self) -> None:
         """Cut the open connections; data that was delayed in them is lost."""
-
-        async def abort() -> None:
-            links, self._links = self._links, set()
-            for end in (end for link in links for end in link):
-                end.transport.abort()
-
         self.on_break()
-        self._wait_for(abort())
+        with self._state:
+            links, self._links = self._links, set()
+            for link in links:
+                link.close()
+            self._state.notify_all()
 
     def half_close(self) -> None:
         """End the client's direction of each open connection; the server may still answer."""
-
-        async def end() -> None:
-            for _, server in self._links:
-                server.write_eof()
-
         self.on_break()
-        self._wait_for(end())
+        with self._state:
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    link.server.shutdown(socket.SHUT_WR)
 
     def delay(self, seconds: float) -> None:
         """Deliver each chunk of bytes, in both directions, `seconds` after it came; chunks do not wait for others."""
         self._delay = seconds
 
-    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    @property
+    def _port(self) -> int:
+        port: int = self._reservation.getsockname()[1]
+        return port
 
-    async def _listen(self, *held: str) -> None:
-        self._held, moved, self._moved = frozenset(held), self._moved, asyncio.Event()
-        moved.set()
-        if self._server is None:
-            self._server = await asyncio.start_server(self._join, sock=_bound(self._reservation.getsockname()[1]))
+    def _hold(self, *directions: str) -> None:
+        with self._state:
+            self._held = frozenset(directions)
+            self._state.notify_all()
 
-    async def _join(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        host, _, port = self.target.rpartition(":")
-        listener = self._server
-        try:
-            answers, server = await asyncio.wait_for(asyncio.open_connection(host, int(port)), 5)
-        except (OSError, TimeoutError):  # the target is gone, so the client loses its connection
-            client.transport.abort()
-            return
-        link = client, server
-        if listener is not None and self._server is listener:  # not refused in the meantime
-            self.accepted += 1
+    def _listen(self) -> None:
+        with self._state:
+            if self._listener:
+                return
+            self._listener = _bound(self._port)
+            self._listener.listen()
+            threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(_address(self.target), timeout=5)
+            except OSError:  # the target is gone, so the client loses its connection
+                client.close()
+                continue
+            server.settimeout(None)
+            self._join(listener, _Link(client, server))
+
+    def _join(self, listener: socket.socket, link: "_Link") -> None:
+        with self._state:
+            if self._listener is not listener:  # refused in the meantime
+                link.close()
+                return
             self._links.add(link)
-            parts = (reader, server, "request"), (answers, client, "answer")
-            ways = [asyncio.ensure_future(self._forward(*each)) for each in parts]
-            with contextlib.suppress(asyncio.CancelledError):  # the end of the proxy
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for each in ways:
-                each.cancel()
-            self._links.discard(link)
-        for end in link:
-            end.close()
+            self._accepted += 1
+        for source, target, direction in ((link.client, link.server, "request"), (link.server, link.client, "answer")):
+            way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threading.Thread(target=self._read, args=(source, way), daemon=True).start()
+            threading.Thread(target=self._write, args=(link, way, target, direction), daemon=True).start()
 
-    async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, direction: str) -> None:
-        way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+    def _read(self, source: socket.socket, way: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
+        data = b"more"
+        while data:
+            try:
+                data = source.recv(CHUNK)
+            except OSError:
+                data = b""
+            way.put((time.monotonic() + self._delay, data))
 
-        async def read() -> None:
-            data = b"more"
-            while data:
-                try:
-                    data = await source.read(CHUNK)
-                except OSError:
-                    data = b""
-                way.put_nowait((self._loop.time() + self._delay, data))
-
-        reading = asyncio.ensure_future(read())
-        with contextlib.suppress(OSError, RuntimeError):  # the other side is closed, or half closed
+    def _write(
+        self, link: "_Link", way: "queue.SimpleQueue[tuple[float, bytes]]", target: socket.socket, direction: str
+    ) -> None:
+        with contextlib.suppress(OSError):
             while True:
-                due, data = await way.get()
-                await asyncio.sleep(due - self._loop.time())
+                due, data = way.get()
+                link.closed.wait(max(0.0, due - time.monotonic()))
                 if not data:  # the source is closed, and its data is delivered
                     break
-                while direction in self._held:
-                    await self._moved.wait()
-                target.write(data)
-                await target.drain()
-        reading.cancel()
+                with self._state:
+                    self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())
+                target.sendall(data)
+        with self._state:
+            self._links.discard(link)
+        link.close()
+
+
+class _Link:
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client = client
+        self.server = server
+        self.closed = threading.Event()
+        for end in (client, server):
+            with contextlib.suppress(OSError):  # it has just been closed
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no delay but ours
+
+    def close(self) -> None:
+        self.closed.set()
+        _close(self.client)
+        _close(self.server)
+
+
+def _address(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    return host, int(port)
 
 
 def _bound(port: int) -> socket.socket:
@@ -176,6 +199,13 @@ def _bound(port: int) -> socket.socket:
     created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     created.bind((LOOPBACK, port))
     return created
+
+
+def _close(end: socket.socket) -> None:
+    # close() alone does not release a thread that waits on the socket.
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
 
 
 @contextlib.contextmanager
