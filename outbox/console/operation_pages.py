@@ -25,7 +25,7 @@ from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import MOMENT, matching, one_of, resolved, whole_number
-from outbox.table.states import CANCELLED, CHANGED, STATES
+from outbox.table.states import CHANGED, STATES
 
 COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
@@ -33,7 +33,7 @@ ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operati
 HOPELESS = ("undecodable", "too_large")
 #: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
 TEXTS = {
-    "state": ("state", one_of(*STATES, CANCELLED)),
+    "state": ("state", one_of(*STATES)),
     "topic": ("topic", flags.TOPIC),
     "error": ("error", flags.TEXT),
     "key": ("ordering_key", flags.KEY),
@@ -79,7 +79,7 @@ def address_of(selection: TaskSelection) -> dict[str, Any]:
     query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
     times = {name: shown(time) if (time := getattr(selection, name)) else None for name in TIMES}
     more = {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
-    return query | times | more | ({} if selection.state in (*STATES, CANCELLED) else {"state": None})
+    return query | times | more | ({} if selection.state in STATES else {"state": None})
 
 
 def command_of(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:

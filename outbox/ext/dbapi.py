@@ -119,11 +119,11 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
 
 
 def cancel(connection: Connection, task_id: str) -> bool:
-    """Delete an unsent task in the transaction of `connection`, and return whether it did.
+    """Take an unsent task out in the transaction of `connection`, and return whether it did.
 
-    False: the task is sent, or does not exist. See `outbox.cancel`: a task that it deletes may have been published
-    before. Call it first in the transaction. If a replay finds another answer than the first execution, see
-    `register_once`.
+    False: the task is sent, cancelled already, or does not exist. See `outbox.cancel`: a task that it takes out may
+    have been published before. Call it first in the transaction. If a replay finds another answer than the first
+    execution, see `register_once`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
@@ -190,7 +190,7 @@ class Statements:
         return True
 
     def cancel(self, task_id: str) -> bool:
-        """Delete an unsent task; return whether it was deleted. Raises OperationalError."""
+        """Take an unsent task out; return whether it was. Raises OperationalError."""
         check_task_id(task_id)
         table = registration.TABLE
         check_not_registered(task_id, [(task_id,)] if self._collected.has(table, (task_id,)) else [])
@@ -199,7 +199,9 @@ class Statements:
         for id in heads or ():
             self._about(id, f"UPDATE {table} SET {' = NULL, '.join(RELEASED)} = NULL WHERE Id = @id")
         if heads is not None:
-            self._about(task_id, f"DELETE FROM {table} WHERE Id = @id")
+            # No pending commit timestamp, because the transaction could not read the table any more.
+            values = f"SentAt = CURRENT_TIMESTAMP(), CancelledBy = '{registration.APPLICATION}'"
+            self._about(task_id, f"UPDATE {table} SET {values} WHERE Id = @id")
         return heads is not None
 
     def _exists(self, table: str, columns: Sequence[str], key: Row) -> bool:

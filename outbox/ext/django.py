@@ -71,7 +71,7 @@ def process_once(
 
 
 def cancel(task_id: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
-    """Delete an unsent task in the atomic block, and return whether it did. See `outbox.ext.dbapi.cancel`."""
+    """Take an unsent task out in the atomic block, and return whether it did. See `outbox.ext.dbapi.cancel`."""
     with _statements(using) as statements:
         return statements.cancel(task_id)
 

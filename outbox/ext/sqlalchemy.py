@@ -76,7 +76,7 @@ def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str
 
 
 def cancel(session: AnySession, task_id: str) -> bool:
-    """Delete an unsent task in the open transaction, and return whether it did. See `outbox.ext.dbapi.cancel`."""
+    """Take an unsent task out in the open transaction, and return whether it did. See `outbox.ext.dbapi.cancel`."""
     with _statements(session) as statements:
         return statements.cancel(task_id)
 

@@ -1,9 +1,9 @@
 """The DDL of the outbox, which is `schema/schema.sql` with the choices of a user, and its layouts. No client is needed.
 
-A layout is a generated column that numbers the shards of the tasks, and the two indexes that begin with it. A table has
+A layout is a generated column that numbers the shards of the tasks, and the indexes that begin with it. A table has
 one layout, and two while its number of shards changes (`outbox.admin.reshard`). Each task is in all layouts. The first
-layout has the names of schema.sql. The names of the others end with the number of shards: `Shard32`,
-`AsynchronousTasksToSend32`, `AsynchronousTasksInOrder32`. SQL is written with the first names, and `sql` changes them.
+layout has the names of schema.sql. The names of the others end with the number of shards, such as `Shard32` and
+`AsynchronousTasksToSend32`. SQL is written with the first names, and `sql` changes them.
 
 A shard ID names a shard and its layout: 0 to 999 are shards of the first layout, 32,000 to 32,031 are those of Shard32.
 
@@ -42,10 +42,8 @@ OPERATION_NAMES = (
     "retry", "resend", "purge", "cancel", "restore", "stop", "continue", "view", "pause", "resume", "probe",
     "controls", "replay", "reshard",
 )  # fmt: skip
-#: The tasks that operators have cancelled.
-CANCELLED = "AsynchronousTasksCancelled"
 #: Tables that the relay does not need.
-_NOT_OF_RELAY = (OPERATIONS, CANCELLED, "ProcessedTasks")
+_NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
 
 #: Split points for each node, as https://docs.cloud.google.com/spanner/docs/pre-splitting-overview advises.
 POINTS_PER_NODE = 10
@@ -59,7 +57,9 @@ _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
   )"""
 
 
-_NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)\b")
+#: The indexes of a layout.
+INDEXES = ("AsynchronousTasksToSend", "AsynchronousTasksInOrder", "AsynchronousTasksToRestore")
+_NAMES = re.compile(rf"\b({COLUMN}|{'|'.join(INDEXES)})\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,10 @@ def statements(
 
 
 def _kept(statement: str, days: int | None) -> str:
-    """Return the DDL of a table of tasks with this retention. Other statements stay as they are."""
+    """Return the DDL of the table of tasks with this retention. Other statements stay as they are."""
     if days is None:
-        return re.sub(r",\s*ROW DELETION POLICY \(OLDER_THAN\((SentAt|CancelledAt),.+\)$", "", statement)
-    return re.sub(r"(\((?:SentAt|CancelledAt), INTERVAL )\d+", rf"\g<1>{days}", statement)
+        return re.sub(r",\s*ROW DELETION POLICY \(OLDER_THAN\(SentAt,.+\)$", "", statement)
+    return re.sub(r"(\(SentAt, INTERVAL )\d+", rf"\g<1>{days}", statement)
 
 
 def columns() -> dict[str, str]:

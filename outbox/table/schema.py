@@ -49,16 +49,16 @@ def layout(database: Database, **request: Any) -> Layout:
     return next(iter(complete(found) or found))
 
 
-def retention(database: Database, table: str = "AsynchronousTasks", **request: Any) -> timedelta | None:
-    """Return how long a table keeps sent or cancelled tasks, or None if it keeps them for ever. Raises NotReached."""
-    [[policy]] = _query(database, _POLICY, request, names=[table.casefold()])
-    days = re.fullmatch(r"older_than(?:sent|cancelled)at,interval(\d+)day", normalized(policy))
+def retention(database: Database, **request: Any) -> timedelta | None:
+    """Return how long sent and cancelled tasks are kept, or None if they are kept for ever. Raises NotReached."""
+    [[policy]] = _query(database, _POLICY, request)
+    days = re.fullmatch(r"older_thansentat,interval(\d+)day", normalized(policy))
     return timedelta(days=int(days[1])) if days else None
 
 
 def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
-    """Return the layouts that contain all tasks, because both of their indexes are complete."""
-    return [each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * 2]
+    """Return the layouts that contain all tasks, because all of their indexes are complete."""
+    return [each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * len(ddl.INDEXES)]
 
 
 def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
@@ -70,9 +70,9 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
     for name, generated in columns:
         parts = ddl.part(f"column {name}", f"({generated}) STORED")
         suffix = name.lower().removeprefix(COLUMN.lower())
-        ends = (f"tosend{suffix}", f"inorder{suffix}")
+        names = {f"{index.lower()}{suffix}" for index in ddl.INDEXES}
         if SHARD_COUNT in parts:
-            states = {index: state for index, state in indexes if index.lower().endswith(ends)}
+            states = {index: state for index, state in indexes if index.lower() in names}
             found[Layout(int(parts[SHARD_COUNT]), suffix)] = states
     if not found:
         raise SchemaDiffers(
@@ -127,7 +127,7 @@ def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
 
 _POLICY = """
 SELECT IFNULL(ROW_DELETION_POLICY_EXPRESSION, '') FROM INFORMATION_SCHEMA.TABLES
-WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)"""
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks'"""
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
 # The columns Shard, Shard32 and the like. Id is read too, to tell a missing table from a table without a shard column.
 _LAYOUTS = r"""
@@ -140,8 +140,8 @@ SELECT
         WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks' AND INDEX_STATE IS NOT NULL
         ORDER BY INDEX_NAME)"""
 # The title, a part and its text for all objects in one request. A stored column of an index has no position.
-# Polls cannot use a NULL_FILTERED index. The index with a WHERE clause is left out: the emulator does not report it as
-# NULL_FILTERED, but Spanner might.
+# Polls cannot use a NULL_FILTERED index. The indexes with a WHERE clause are left out: the emulator does not report
+# them as NULL_FILTERED, but Spanner might.
 _PARTS = """
 SELECT CONCAT('table ', TABLE_NAME), 'deletion of unsent tasks', IFNULL(ROW_DELETION_POLICY_EXPRESSION, '')
 FROM INFORMATION_SCHEMA.TABLES
@@ -166,7 +166,7 @@ UNION ALL
 SELECT IF(INDEX_TYPE = 'INDEX', CONCAT('index ', INDEX_NAME), CONCAT('table ', TABLE_NAME)),
   IF(INDEX_TYPE = 'INDEX', 'definition', 'primary key'),
   IF(INDEX_TYPE = 'INDEX', CONCAT('ON ', TABLE_NAME, ' (', KeyColumns, ') STORING (', StoredColumns, ')',
-    IF(IS_NULL_FILTERED AND NOT STARTS_WITH(LOWER(INDEX_NAME), 'asynchronoustasksinorder'), ' NULL_FILTERED', '')),
+    IF(IS_NULL_FILTERED AND NOT REGEXP_CONTAINS(LOWER(INDEX_NAME), '^asynchronoustasks(inorder|torestore)'), ' NULL_FILTERED', '')),
     KeyColumns)
 FROM (
   SELECT INDEX_TYPE, INDEX_NAME, TABLE_NAME, IS_NULL_FILTERED,

@@ -97,10 +97,10 @@ Row = tuple[Any, ...]
 
 
 class Changes(NamedTuple):
-    """The keys that a transaction has inserted, and the tasks that it has deleted."""
+    """The keys that a transaction has inserted, and the tasks that it has cancelled."""
 
     inserted: set[PrimaryKey]
-    deleted: set[str]
+    cancelled: set[str]
 
 
 #: A read does not see the buffered mutations of its own transaction. After ABORTED the client calls the function again
@@ -124,18 +124,15 @@ class SupportsReadInsert(SupportsInsert, Protocol):
         """Return the rows of `keyset`."""
 
 
-class SupportsDelete(Protocol):
-    """Accepts updates and deletes."""
+class SupportsUpdate(Protocol):
+    """Accepts updates."""
 
     def update(self, table: str, columns: Sequence[str], values: Sequence[tuple[Any, ...]], /) -> object:
         """Add one update."""
 
-    def delete(self, table: str, keyset: KeySet, /) -> object:
-        """Add one delete."""
 
-
-class SupportsCancel(SupportsDelete, Protocol):
-    """Accepts queries, updates and deletes: a Spanner Transaction, or a test's fake of one."""
+class SupportsCancel(SupportsUpdate, Protocol):
+    """Accepts queries and updates: a Spanner Transaction, or a test's fake of one."""
 
     def execute_sql(
         self, sql: str, /, *, params: Any, param_types: Any, request_options: Any, retry: Any, timeout: Any
@@ -263,13 +260,8 @@ def insert_once(
 
     The key stays locked until the commit.
     """
-    inserted, deleted = changes(transaction)
-    if key in inserted:
-        return False
-    # The read still returns a task that this transaction has deleted. A key of one column is a task ID: the keys of
-    # other tables have several.
-    is_deleted = len(key) == 1 and key[0] in deleted
-    if existing(transaction, table, columns[: len(key)], [key], tag=tag) and not is_deleted:
+    inserted = changes(transaction).inserted
+    if key in inserted or existing(transaction, table, columns[: len(key)], [key], tag=tag):
         return False
     insert(transaction, table, columns, [row])
     inserted.add(key)
@@ -277,7 +269,7 @@ def insert_once(
 
 
 def changes(transaction: object) -> Changes:
-    """Return what `transaction` has inserted and deleted. The caller adds to it."""
+    """Return what `transaction` has inserted and cancelled. The caller adds to it."""
     try:
         if (found := _changes.get(transaction)) is None:
             found = _changes[transaction] = Changes(set(), set())

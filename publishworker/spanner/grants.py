@@ -30,7 +30,7 @@ def verify_grants(database: LimitedDatabase) -> None:
     """
     limited: Any = database  # its methods carry no types
     id = str(uuid.uuid4())
-    mark = (id, COMMIT_TIMESTAMP, 1, *[None] * 5, 0)
+    mark = (id, COMMIT_TIMESTAMP, 1, *[None] * 6, 0)
     heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "", None)
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
         list(snapshot.execute_sql(READ_MARK_COLUMNS, **parameters({"id": id}), **retry_and_timeout(GRANT_SECONDS)))

@@ -61,8 +61,8 @@ ALREADY_PUBLISHED = Metric("outbox.already_published_tasks_count", "count", "tas
 UNCOMMITTED = Metric("outbox.published_but_failed_commits_count", "count", "task", ("topic",), -1,
     "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.")
 CANCELLED = Metric("outbox.cancelled_after_publish_count", "count", "task", ("topic",), -1,
-    "Tasks that were published and then found deleted before the worker could mark them, so subscribers receive a "
-    "message that an application or an operator has cancelled. The worker logs the ID of each.")
+    "Tasks that were published and then found cancelled before the worker could mark them, so subscribers receive a "
+    "message that an application or an operator has cancelled. The worker marks and logs each.")
 FAILED = Metric("outbox.failed_task_count", "count", "task", ("topic", "reason"), -1,
     "Failed attempts to publish a task, by reason.")
 DEAD = Metric("outbox.dead_task_count", "count", "task", ("topic", "reason"), -1,
