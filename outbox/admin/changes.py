@@ -320,9 +320,9 @@ def _recorded(progress: Progress, outcome: Outcome, position: str, transaction: 
 def _examined(name: str, row: Row, seen: Collection[str]) -> Row:
     """Return a row that does not match unless it matched at the preview, too, and the change is for it.
 
-    A retry is not for a task that another program has made unsent, but that is cancelled: no worker would send it.
+    A cancelled task that another program has made unsent can be restored, or cancelled again. No worker would send it.
     """
-    if name == "retry" and row.state == CANCELLED:
+    if name in ("retry", "purge") and row.state == operator_sql.MADE_UNSENT:
         return row._replace(matches=False)
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
