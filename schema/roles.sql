@@ -45,16 +45,16 @@ CREATE ROLE outbox_subscriber;
 GRANT SELECT(Consumer, TaskId), INSERT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_subscriber;
 
 -- The jobs on Spark: `register` inserts, `archive` and `audit` read tasks, `archive --purge` deletes sent and cancelled
--- ones, `drain` does what the relay does, `replay` updates, inserts what was purged, and records what it has handled, and
--- `audit --inbox` reads the records of a subscriber.
+-- ones, `drain` does what the relay does, `replay` updates tasks and inserts those that were purged, and `audit --inbox`
+-- reads the records of a subscriber.
 CREATE ROLE outbox_pipeline;
 GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT UPDATE(Id, SentAt, CancelledBy, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards TO ROLE outbox_pipeline;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pipeline;
-GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce, TimesSent)
+GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, DueAt, ExpiresAt, AtMostOnce,
+    TimesSent)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_pipeline;
-GRANT SELECT(Consumer, TaskId, ProcessedAt), INSERT(Consumer, TaskId, ProcessedAt),
-  UPDATE(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_pipeline;
+GRANT SELECT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_pipeline;

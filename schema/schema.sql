@@ -130,7 +130,7 @@ CREATE TABLE AsynchronousTaskOperations (
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
-  -- NULL: it runs, or it ended early. A replay can then be resumed.
+  -- NULL: it runs, or it ended early.
   FinishedAt  TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   -- The account of the credentials, or the local user and host if the credentials name none.
   Principal   STRING(MAX),
@@ -152,8 +152,7 @@ CREATE TABLE AsynchronousTaskOperations (
 ) PRIMARY KEY (OperationId);
 
 -- The inbox of subscribers: the tasks that a consumer has processed. It belongs into the database of the subscriber, and
--- workers do not need it. A replay from an archive records its tasks in the one of its own database. Keep rows longer than
--- Pub/Sub keeps messages.
+-- workers do not need it. Keep rows longer than Pub/Sub keeps messages.
 CREATE TABLE ProcessedTasks (
   Consumer    STRING(256) NOT NULL,
   TaskId      STRING(128) NOT NULL,

@@ -101,10 +101,10 @@ class Certifier:
                 raise OutboxError(f"The files of {window.data} are not those that were archived. Restore them")
         return self._windows
 
-    def known(self, table: DataFrame, cancelled: DataFrame, archived: DataFrame) -> list[DataFrame]:
+    def known(self, table: DataFrame, archived: DataFrame) -> list[DataFrame]:
         """Return the sendings as of the end of the windows. Raises OutboxError if the archive lacks one."""
         self._archived = archived.where("sent_at IS NOT NULL")
-        live = table.unionByName(cancelled).withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
+        live = table.withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
         end = f.lit(self._end)
         task = ["task_id", "created_at"]
         kept = archived.withColumn("ended", f.coalesce("sent_at", "cancelled_at"))

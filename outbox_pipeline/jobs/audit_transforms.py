@@ -17,7 +17,7 @@ from outbox_pipeline.jobs.audit_inputs import digest, sha256
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = (
     "Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "AtMostOnce",
-    "TimesSent", "SentAt",
+    "TimesSent", "SentAt", "CancelledBy",
 )  # fmt: skip
 #: Each task of the window is in one of these states, described in docs/pipeline/audit.md.
 STATES = ("delivered", "late", "lost", "arriving", "pending", "dead", "cancelled")
@@ -57,9 +57,10 @@ class Rules:
 
 
 def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFrame:
-    """Return a row for each sending, unsent or cancelled task with OF_TASKS and CancelledAt.
+    """Return a row for each sending, unsent or cancelled task with OF_TASKS.
 
-    With `bodies`, the digest covers the data. With `certified`, it is the digest of certificates.
+    A cancelled task has `cancelled_at` instead of `sent_at`. With `bodies`, the digest covers the data. With
+    `certified`, it is the digest of certificates.
     """
     of_message = sha256 if certified else digest
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
@@ -70,8 +71,8 @@ def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFra
         key.alias("key"),
         f.col("Sequence").alias("sequence"),
         f.col("CreatedAt").alias("created_at"),
-        f.col("SentAt").alias("sent_at"),
-        f.col("CancelledAt").alias("cancelled_at"),
+        f.when(f.col("CancelledBy").isNull(), f.col("SentAt")).alias("sent_at"),
+        f.when(f.col("CancelledBy").isNotNull(), f.col("SentAt")).alias("cancelled_at"),
         f.coalesce("TimesSent", f.lit(0)).alias("times_sent"),
         f.col("AtMostOnce").alias("at_most_once"),
         dead.alias("dead"),
@@ -150,8 +151,8 @@ def _bounded(sendings: DataFrame) -> DataFrame:
 
     A task is marked after its message was published, so a message published between two SentAt of an ID belongs to the
     later one. The bound is SentAt plus the clock skew, but at most the middle between this SentAt and the next. An
-    at-most-once task is marked first, and published until its mark is final. A cancelled task has CancelledAt instead,
-    and can be published until its worker notices the cancel.
+    at-most-once task is marked first, and published until its mark is final. A cancelled task can be published until
+    its worker notices the cancel.
     """
     of_id = Window.partitionBy("task_id").orderBy(_ended().asc_nulls_last(), "created_at")
     micros, next_micros = f.unix_micros(_ended()), f.unix_micros(f.lead(_ended()).over(of_id))

@@ -8,7 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from outbox.table.states import KEY_CHECK, first_due
+from outbox.table.states import KEY_CHECK_SECONDS, first_due
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, TopicKey, Version
@@ -325,7 +325,7 @@ class Audit:
         now = self.clockwork.now
         for key, id in deferred.items():
             since = self._deferred[key][1] if self._deferred.get(key, ("",))[0] == id else now
-            excuse = self._deleted_at.get(key, -inf) + KEY_CHECK.total_seconds()
+            excuse = self._deleted_at.get(key, -inf) + KEY_CHECK_SECONDS
             if now > max(since, excuse) + FEW_TURNS:
                 self.problem(f"{id} is the first unsent task of its key, and deferred since {since:.3f}")
                 since = inf

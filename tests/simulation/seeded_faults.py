@@ -200,7 +200,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a deferral is short": (
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
     ),
-    "the first deferred task of a key returns soon": (rules, "KEY_CHECK", lambda _: timedelta(hours=1)),
+    "the first deferred task of a key returns soon": (rules, "KEY_CHECK_SECONDS", lambda _: 3600.0),
     "a refused request is split": (publisher, "_record_answer", fails_as_a_whole),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),

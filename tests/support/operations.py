@@ -76,6 +76,11 @@ def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
             batch.insert("AsynchronousTasks", COLUMNS, values[start : start + BATCH])
 
 
+def insert_cancelled(database: Database, rows: Iterable[Mapping[str, Any]], at: datetime) -> None:
+    """Insert tasks that an operator cancelled at this time, a commit timestamp."""
+    insert(database, [{**each, "SentAt": at, "CancelledBy": "an operation"} for each in rows])
+
+
 def update(database: Database, id: str, **columns: Any) -> None:
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", *columns), [(id, *columns.values())])
