@@ -45,7 +45,7 @@ from outbox.registration import TABLE
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER
+from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER, NEVER
 
 #: Max bytes of the messages that a resend publishes in one chunk.
 CHUNK_BYTES = 8_000_000
@@ -235,8 +235,8 @@ def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> No
     """Take tasks out, and release the next task of each key of which a task was not blocked.
 
     Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
-    that a later chunk of a selection of blocked tasks finds it, but at most for KEY_CHECK_SECONDS: one of the tasks that were
-    taken out may have been the one whose deferral would have ended first.
+    that a later chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks
+    that are taken out may have been the first one to end.
     """
     keys = {(row.topic, row.ordering_key) for row in rows if row.state != "blocked"}
     with_key = [row for row in rows if row.ordering_key is not None]
@@ -258,9 +258,13 @@ def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> 
 
 
 def _end_soon(transaction: Transaction, deferred: Iterable[Sequence[Any]], now: datetime) -> None:
-    """Let the deferrals of these tasks, each with its end, end within KEY_CHECK_SECONDS. A worker then reads their keys."""
+    """Let the deferrals of these tasks end within KEY_CHECK_SECONDS. A worker then reads their keys.
+
+    `deferred` has the ID of each task and the end of its deferral. A dead task stays dead.
+    """
     soon = now + timedelta(seconds=KEY_CHECK_SECONDS)
-    transaction.update(TABLE, ("Id", "AvailableAt"), [(id, soon) for id, ends in deferred if ends and ends > soon])
+    earlier = [(id, soon) for id, ends in deferred if ends is not None and soon < ends < NEVER]
+    transaction.update(TABLE, ("Id", "AvailableAt"), earlier)
 
 
 _WRITES: Mapping[str, Callable[[Transaction, Sequence[Row], str], None]] = {

@@ -269,18 +269,18 @@ SELECT in_state, {columns} FROM (
 {SEEK} {BY_ID} ON Id = found""")
 
 
-def listed_ended(state: str, columns: str, names: Collection[str], *, newest: bool) -> str:
+def listed_ended(ended: str, columns: str, names: Collection[str], *, newest: bool) -> str:
     """Return the statement for state and `columns` of the next @limit sent, or cancelled, tasks in the order of SentAt.
 
     Tasks with the same SentAt are in the order of CreatedAt and Id.
     """
     place = _listed("SentAt")
     order = ", ".join(f"{name} DESC" if newest else name for name in place.values())
-    [(places, where)] = _ranges_of(state, names)
+    [(places, where)] = _ranges_of(ended, names)
     return f"""
-SELECT '{state}', {columns} FROM (
+SELECT '{ended}', {columns} FROM (
   SELECT task.Id AS found FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names, state)[0]}
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names, ended)[0]}
     WHERE {where} AND {_beyond(place, newest=newest)}
     ORDER BY {order} LIMIT @limit)) AS task
   ORDER BY {order} LIMIT @limit)
@@ -293,12 +293,12 @@ def compared(states: Collection[str], names: Collection[str]) -> list[str]:
     return [_number(each, _index(names)[0]) for each in rows]
 
 
-def first_ended(state: str) -> str:
+def first_ended(ended: str) -> str:
     """Return the statement for when the first task was sent, or cancelled, for each shard that has such a task."""
-    index, key = _index((), state)
+    index, key = _index((), ended)
     return f"""
 SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
-  SELECT AS STRUCT SentAt FROM {index} WHERE Shard = in_shard AND {CONDITIONS[state]}
+  SELECT AS STRUCT SentAt FROM {index} WHERE Shard = in_shard AND {CONDITIONS[ended]}
   ORDER BY {key} LIMIT 1)) AS task"""
 
 
