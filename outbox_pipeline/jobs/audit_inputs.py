@@ -160,10 +160,7 @@ def digest(attributes: Column, data: Column) -> Column:
 
 
 def sha256(attributes: Column, data: Column) -> Column:
-    """Return the digest of a message that also finds forgeries, as `attributes.sha256_of`. NULL data is empty.
-
-    Without a message, it is the digest of no line.
-    """
+    """Return the digest of a message that also finds forgeries, for certificates. NULL data is empty."""
     entries = f.map_entries(f.map_filter(attributes, _is_registered))
     lines = f.transform(entries, lambda each: f.concat_ws(" ", f.sha2(each["key"], 256), f.sha2(each["value"], 256)))
     all_lines = f.concat(f.array(f.sha2(f.coalesce(data, f.lit(b"")), 256)), f.sort_array(lines))

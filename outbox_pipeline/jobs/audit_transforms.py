@@ -86,7 +86,7 @@ def once(sendings: DataFrame) -> DataFrame:
     A cancelled task is not counted if it was restored: a later row has the same ID and CreatedAt.
     """
     of_id = Window.partitionBy("task_id").orderBy("created_at", _ended().asc_nulls_last())
-    is_same = f.col("cancelled_at").isNotNull() | (_ended() == f.lead(_ended()).over(of_id))
+    is_same = f.col("cancelled_at").isNotNull() | _ended().eqNullSafe(f.lead(_ended()).over(of_id))
     is_followed = (f.lead("created_at").over(of_id) == f.col("created_at")) & is_same
     return sendings.withColumn("followed", is_followed).where("followed IS NOT TRUE").drop("followed")
 

@@ -62,7 +62,9 @@ def every_state(database: Database) -> dict[str, str]:
     """A table with tasks of every state in several topics. Returns the states by ID, computed in SQL."""
     chance = random.Random(8)
     names = ("AvailableAt", "Attempts", "OrderingKey", "BlockedBy", "CancelledBy")
-    of_each = itertools.product((None, PAST, FUTURE, NEVER), (-1, 0, 2), (None, "k"), (None, "head"), (None, "one"), (None, DAY))
+    of_each = itertools.product(
+        (None, PAST, FUTURE, NEVER), (-1, 0, 2), (None, "k"), (None, "head"), (None, "one"), (None, DAY)
+    )
     made = []
     for number, (*values, sent) in enumerate(of_each):
         columns = dict(zip(names, values, strict=True)) | {
