@@ -47,8 +47,8 @@ it skips each row whose task is already in the table.
     outbox-pipeline register --input gs://shop/2026-12/*.parquet --key customer,month \\
         --rejects gs://shop/rejects --project shop --instance main --database orders"""
 ARCHIVE = """\
-Write sent and cancelled tasks to Parquet, one folder for each time window. Each run continues where the
-last run stopped. With --purge, the job then deletes the archived tasks from the table.
+Write sent and cancelled tasks to Parquet, one folder for each time window. Each run continues
+where the last run stopped. With --purge, the job then deletes the archived tasks from the table.
 
     outbox-pipeline archive --archive gs://shop/outbox --window 1d --purge \\
         --project shop --instance main --database orders"""

@@ -30,7 +30,7 @@ from outbox_pipeline.spark.spark_tasks import collected
 _DAY = timedelta(days=1)
 _OF_DAY = "%Y-%m-%d"
 #: More operations than there are: the search for purges must not end early.
-MOST_OPERATIONS = 1_000_000
+_OPERATIONS = 1_000_000
 
 
 def dated(settings: AuditSettings, now: datetime) -> AuditSettings:
@@ -190,7 +190,7 @@ class Certifier:
         now = self._table.now()
         reads = [Read(max(each.since, self._since), each.until, each.read_timestamp) for each in self._read]
         reads.append(Read(reads[-1].until, now, now))
-        purges = operations.latest(self._table, MOST_OPERATIONS, operation="purge", views=False)
+        purges = operations.latest(self._table, _OPERATIONS, operation="purge", views=False)
         kept = schema.retention(self._table.database, request_options=SCHEMA_OPTIONS)
         return doubts(reads, [each for each in purges if each.id not in self._purges], kept)
 

@@ -299,7 +299,7 @@ def verify(options: argparse.Namespace) -> int:
     if options.received:
         _check_files(chain, RECEIVED, Path(options.received))
     for each in chain:
-        say(f"{each.content['summary']}, from {shown(each.since)} to {shown(each.until)}, certificate {each.digest}")
+        say(f"From {shown(each.since)} to {shown(each.until)}, certificate {each.digest}: {each.content['summary']}")
     before = chain[0].content["previous"]
     first = f"follows {before}" if before else "begins the chain"
     say(f"Verified {counted(len(chain), 'certificate')}. The first one {first}")

@@ -153,13 +153,15 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
 
 
 def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: Case, pubsub: PubSub):
-    """Also purged tasks. It is recorded."""
+    """Also purged tasks, but none that was cancelled since it was archived. It is recorded."""
     to = pubsub.new_subscription(pubsub.new_topic(), ordered=True)
     keyed = {"OrderingKey": "k", "CreatedAt": DAY}
     case.insert([sent(f"{99 - n}", DAY + (n % 7) * MICROSECOND, Sequence=n, **keyed) for n in range(50)])
-    case.insert([sent("broken", DAY, Data=b"\xff"), sent("other", DAY, Topic="others"), row("ready")])
+    case.insert([sent(id, DAY, Data=b"\xff") for id in ("broken", "cancelled")])
+    case.insert([sent("other", DAY, Topic="others"), row("ready")])
     case.archive(late=True)
     delete(case.database, "98", "99")
+    update(case.database, "cancelled", SentAt=NEXT_DAY, CancelledBy="application")
     before, replay = case.rows(), partial(case.replay, topic="orders")
     for wrong, sentence in (("orders", "is the topic of the tasks"), ("nowhere", "nowhere does not exist")):
         with pytest.raises(OutboxError, match=sentence):
@@ -168,7 +170,7 @@ def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: 
         case.replay(where="true", to=to.topic)
     assert case.operations() == []
     done = replay(to=to.topic, reason="ticket 4711")
-    assert (done.selected, done.published, done.refused, done.replayed) == (51, 50, 1, 0)
+    assert (done.selected, done.published, done.refused, done.cancelled, done.replayed) == (52, 50, 1, 1, 0)
     in_order = {"k": [f"{99 - n}" for n in range(50)]}
     assert first_deliveries(to.drain()) == in_order
     [note] = case.operations()
