@@ -79,7 +79,6 @@ class Certifier:
             self._previous = document.read(payload, path)
             document.check_next(self._previous, settings.certificate, table.name, self._since)
         self._archive = Archive(spark, settings.archive)
-        self._windows: Sequence[Window] = ()
 
     def _payload(self, path: str) -> bytes | None:
         """Return the payload of a certificate, or None if the file does not exist. Raises OutboxError."""

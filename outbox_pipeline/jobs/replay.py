@@ -153,9 +153,7 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
         reason = next(line for line in str(error).splitlines() if line)
         raise SettingError(f"--where {selection.where}: {reason}") from error
     if not found._jdf.queryExecution().analyzed().deterministic():  # noqa: SLF001 - no public API
-        raise SettingError(
-            f"--where {selection.where} is not deterministic, so a repeated Spark task could select others"
-        )
+        raise SettingError(f"--where {selection.where} is not deterministic. Spark may compute it more than once")
 
 
 def _dry_run(tasks: DataFrame) -> Replayed:
