@@ -18,7 +18,7 @@ import time
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ from outbox.registration import TABLE
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK, MARKS_FINAL_AFTER
+from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER
 
 #: Max bytes of the messages that a resend publishes in one chunk.
 CHUNK_BYTES = 8_000_000
@@ -235,7 +235,7 @@ def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> No
     """Take tasks out, and release the next task of each key of which a task was not blocked.
 
     Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
-    that a later chunk of a selection of blocked tasks finds it, but at most for KEY_CHECK: one of the tasks that were
+    that a later chunk of a selection of blocked tasks finds it, but at most for KEY_CHECK_SECONDS: one of the tasks that were
     taken out may have been the one whose deferral would have ended first.
     """
     keys = {(row.topic, row.ordering_key) for row in rows if row.state != "blocked"}
@@ -258,8 +258,8 @@ def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> 
 
 
 def _end_soon(transaction: Transaction, deferred: Iterable[Sequence[Any]], now: datetime) -> None:
-    """Let the deferrals of these tasks, each with its end, end within KEY_CHECK. A worker then reads their keys."""
-    soon = now + KEY_CHECK
+    """Let the deferrals of these tasks, each with its end, end within KEY_CHECK_SECONDS. A worker then reads their keys."""
+    soon = now + timedelta(seconds=KEY_CHECK_SECONDS)
     transaction.update(TABLE, ("Id", "AvailableAt"), [(id, soon) for id, ends in deferred if ends and ends > soon])
 
 
@@ -320,9 +320,9 @@ def _recorded(progress: Progress, outcome: Outcome, position: str, transaction: 
 def _examined(name: str, row: Row, seen: Collection[str]) -> Row:
     """Return a row that does not match unless it matched at the preview, too, and the change is for it.
 
-    A retry is not for a task that another program has made unsent, but that is cancelled: no worker would send it.
+    A cancelled task that another program has made unsent can be restored, or cancelled again. No worker would send it.
     """
-    if name == "retry" and row.state == CANCELLED:
+    if name in ("retry", "purge") and row.state == operator_sql.MADE_UNSENT:
         return row._replace(matches=False)
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 

@@ -159,6 +159,8 @@ WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
 
 #: The states of tasks that are in the order of SentAt, and in no range of a topic.
 ENDED = ("sent", CANCELLED)
+#: The state of a cancelled task whose SentAt another program has set to NULL. No worker publishes it.
+MADE_UNSENT = "cancelled_and_made_unsent"
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:
@@ -399,11 +401,11 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
 
     A condition with HELD also makes a seek for the head of each deferred task.
 
-    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed. A task with a CancelledBy
-    is cancelled, also if another program made it unsent. The last column but one is the start of the age of a task that
-    keeps its age when it is retried: one that the workers have not given up.
+    Further states here are MADE_UNSENT and `expired`: neither blocked nor pending, and ExpiresAt has passed. The column
+    before the last two is the start of the age of a task that keeps its age when it is retried: one that the workers
+    have not given up.
     """
-    columns = f"""Id, Topic, OrderingKey, CASE WHEN CancelledBy IS NOT NULL THEN '{CANCELLED}'
+    columns = f"""Id, Topic, OrderingKey, CASE WHEN SentAt IS NULL AND CancelledBy IS NOT NULL THEN '{MADE_UNSENT}'
     WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]})
     THEN 'expired' ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,

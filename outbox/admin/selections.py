@@ -89,7 +89,7 @@ class TaskSelection:
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
         if self.state == CANCELLED:  # also if another program has made it unsent
-            return "CancelledBy IS NOT NULL" + operator_sql.narrowed(CANCELLED, self.names)
+            return "CancelledBy IS NOT NULL" + operator_sql.narrowed(None, self.names)
         unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({operator_sql.HELD})"
         state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
         return state + operator_sql.narrowed(self.state, self.names)

@@ -60,6 +60,8 @@ _STATES = (*STATES, "expired")
 #: Why tasks are not changed, although they were named or matched at the preview.
 _REASONS = {
     "missing": "not in the table",
+    "cancelled_and_made_unsent": "because they are cancelled and another program set SentAt to NULL. Restore them, or "
+    "cancel them again",
     "newcomer": "because they match only since the preview. Run the command again",
 }
 #: The same, if it is no error, for each change.

@@ -166,7 +166,8 @@ UNION ALL
 SELECT IF(INDEX_TYPE = 'INDEX', CONCAT('index ', INDEX_NAME), CONCAT('table ', TABLE_NAME)),
   IF(INDEX_TYPE = 'INDEX', 'definition', 'primary key'),
   IF(INDEX_TYPE = 'INDEX', CONCAT('ON ', TABLE_NAME, ' (', KeyColumns, ') STORING (', StoredColumns, ')',
-    IF(IS_NULL_FILTERED AND NOT REGEXP_CONTAINS(LOWER(INDEX_NAME), '^asynchronoustasks(inorder|torestore)'), ' NULL_FILTERED', '')),
+    IF(IS_NULL_FILTERED AND NOT REGEXP_CONTAINS(LOWER(INDEX_NAME), '^asynchronoustasks(inorder|torestore)'),
+      ' NULL_FILTERED', '')),
     KeyColumns)
 FROM (
   SELECT INDEX_TYPE, INDEX_NAME, TABLE_NAME, IS_NULL_FILTERED,

@@ -107,7 +107,8 @@ SELECT task.Id, task.AvailableAt FROM (
     WHERE OrderingKey IS NOT NULL), UNNEST(ARRAY(
       SELECT AS STRUCT Id FROM {IN_ORDER}
       WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND OrderingKey IS NOT NULL
-        AND SentAt IS NULL AND NOT COALESCE(AvailableAt >= {NEVER_SQL}, FALSE) AND Id NOT IN UNNEST(@ids)
+        AND SentAt IS NULL AND CancelledBy IS NULL AND NOT COALESCE(AvailableAt >= {NEVER_SQL}, FALSE)
+        AND Id NOT IN UNNEST(@ids)
         AND NOT COALESCE(AvailableAt > CURRENT_TIMESTAMP() AND BlockedBy IS NULL
           AND ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
       ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first)

@@ -15,8 +15,8 @@ LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 NO_SEQUENCE = -(2**63)
 NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 
-#: An ordering key whose tasks nothing holds is read again within this time, whoever has taken its first tasks out.
-KEY_CHECK = timedelta(minutes=1)
+#: A key that nothing holds is read again within this many seconds, whoever has taken its first tasks out.
+KEY_CHECK_SECONDS = 60.0
 #: A mark that is older than this is final. A newer one may be undone: an at-most-once task is marked first.
 MARKS_FINAL_AFTER = timedelta(minutes=1)
 

@@ -326,16 +326,20 @@ class Results:
         return {id: TakenOut(answer.message_id, by) for id, answer, by in answers if isinstance(answer, Published)}
 
     def _find_taken_out(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
-        """Record which published tasks among `ids` are cancelled, or deleted: not locked, or registered again."""
+        """Record which published tasks among `ids` are cancelled, or deleted: not locked, or registered again.
+
+        A sent one stays recorded, because the mark may be that of an earlier attempt, whose commit was not answered.
+        """
         if published := self.published():
             by_id = {row.id: row for row in rows}
             for id in published.keys() & set(ids):
-                self._cancelled_by.pop(id, None)
                 row = by_id.get(id)
                 if row is None or not published[id].is_of_task(row):
                     self._cancelled_by[id] = None
                 elif row.cancelled_by is not None and published[id].has_message_of(row):
                     self._cancelled_by[id] = row.cancelled_by
+                elif not row.is_sent:
+                    self._cancelled_by.pop(id, None)
 
     def _unwritten(self) -> dict[str, NotSent | Deferred]:
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}

@@ -21,7 +21,7 @@ from random import Random
 from outbox.base.schedules import Schedule
 from outbox.base.values import shown
 from outbox.table.controls import TopicControls
-from outbox.table.states import KEY_CHECK, NEVER, first_due, is_dead
+from outbox.table.states import KEY_CHECK_SECONDS, NEVER, first_due, is_dead
 from publishworker.pubsub.failures import FailureKind, failure_kind, is_refused
 from publishworker.pubsub.publisher import trace_id
 from publishworker.types import (
@@ -88,7 +88,7 @@ class RetryPolicy:
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
-        The deferral of the first task ends within KEY_CHECK. Then a poll finds the key even if the head was changed by
+        The deferral of the first task ends within KEY_CHECK_SECONDS. Then a poll finds the key even if the head was changed by
         SQL. Whoever takes a task out of the key releases the next one, or lets its deferral end as soon, so one of them
         is always short.
 
@@ -97,9 +97,8 @@ class RetryPolicy:
         """
         if head.expires_at is not None:
             available_at = min(available_at, max(head.expires_at, now))
-        longest = timedelta(seconds=self.longest)
-        for wait in chain([min(KEY_CHECK, longest)], repeat(longest)):
-            yield Deferred(min(available_at, now + wait), head.id)
+        for seconds in chain([min(KEY_CHECK_SECONDS, self.longest)], repeat(self.longest)):
+            yield Deferred(min(available_at, now + timedelta(seconds=seconds)), head.id)
 
 
 def eligible(

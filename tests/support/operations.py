@@ -39,6 +39,10 @@ OF_STATES: dict[str, list[dict[str, Any]]] = {
     "blocked": [DEFERRED, DEFERRED | {"Attempts": 2}],
     "dead": [{"AvailableAt": NEVER}, {"AvailableAt": NEVER + timedelta(hours=23), "Attempts": 1}],
     "sent": [{"SentAt": PAST}, {"SentAt": PAST, "AvailableAt": NEVER, "LastError": "x"}],
+    "cancelled": [
+        {"SentAt": PAST, "CancelledBy": "operation"},
+        {"SentAt": PAST, "CancelledBy": "application", "AvailableAt": NEVER, "LastError": "x"},
+    ],
 }  # fmt: skip
 #: The emulator does not like more in one commit.
 BATCH = 100

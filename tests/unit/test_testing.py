@@ -36,7 +36,7 @@ def test_cancel_finds_given_tasks_until_they_are_cancelled() -> None:
     assert [outbox.cancel(transaction, id) for id in ("there", "there", "unknown")] == [True, False, False]
     with pytest.raises(outbox.InvalidTransaction, match="'new' was registered by the same transaction"):
         outbox.cancel(transaction, "new")
-    assert [each.method for each in transaction.mutations] == ["insert", "delete"]
+    assert [each.method for each in transaction.mutations] == ["insert", "update"]
 
 
 def test_every_mutation_and_statement_is_recorded_in_order() -> None:
