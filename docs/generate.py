@@ -55,11 +55,10 @@ See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `outbox-pipeline archive` | `--purge` | Delete the archived tasks from the table afterwards. |
 | `outbox-pipeline archive` | `--read-late` | If a window is too old for a snapshot, read the current state. |
 | `outbox-pipeline audit` | `--allow-empty` | Exit with code 0 if no task is in the window. |
-| `outbox-pipeline certificate` | `--public-key`, `--archive`, `--received`, `--proof`, `--certificate` | \
+| `outbox-pipeline certificate` | `--public-key`, `--archive`, `--received` | \
 See [Certify a day](../pipeline/certificate.md). |
 | `outbox-pipeline drain` | `--deadline SECONDS` | The same as for `publishworker drain`. |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
-| `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
 | `outbox emulators` | `--spanner-port`, `--pubsub-port`, `--create`, `--ddl-file`, `--empty`, `--topic`, \
 `--subscription`, `--worker`, `--env-file` | \

@@ -174,8 +174,7 @@ class _Job:
         done.purged_windows += 1
         for name, number in counts.items():
             setattr(done, name, getattr(done, name) + number)
-        bounds = f"from {shown(window.since)} to {shown(window.until)}"
-        _info(f"purged {counts['deleted']:,} tasks sent or cancelled {bounds}")
+        _info(f"purged {counts['deleted']:,} tasks of {shown(window.since)} to {shown(window.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
         """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""

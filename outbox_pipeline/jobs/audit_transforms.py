@@ -12,7 +12,7 @@ from pyspark.sql import functions as f
 
 from outbox.table.states import MARKS_FINAL_AFTER, RANGES
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit_inputs import digest, sha256
+from outbox_pipeline.jobs.audit_inputs import digest
 
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = (
@@ -62,7 +62,6 @@ def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFra
     A cancelled task has `cancelled_at` instead of `sent_at`. With `bodies`, the digest covers the data. With
     `certified`, it is the digest of certificates.
     """
-    of_message = sha256 if certified else digest
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.expr(RANGES["dead"][0]), f.lit(False))
     return tasks.select(
@@ -76,7 +75,7 @@ def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFra
         f.coalesce("TimesSent", f.lit(0)).alias("times_sent"),
         f.col("AtMostOnce").alias("at_most_once"),
         dead.alias("dead"),
-        of_message(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
+        digest(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None), certified=certified).alias("digest"),
     )
 
 
@@ -86,7 +85,7 @@ def once(sendings: DataFrame) -> DataFrame:
     A cancelled task is not counted if it was restored: a later row has the same ID and CreatedAt.
     """
     of_id = Window.partitionBy("task_id").orderBy("created_at", _ended().asc_nulls_last())
-    is_same = f.col("cancelled_at").isNotNull() | (_ended() == f.lead(_ended()).over(of_id))
+    is_same = f.col("cancelled_at").isNotNull() | _ended().eqNullSafe(f.lead(_ended()).over(of_id))
     is_followed = (f.lead("created_at").over(of_id) == f.col("created_at")) & is_same
     return sendings.withColumn("followed", is_followed).where("followed IS NOT TRUE").drop("followed")
 

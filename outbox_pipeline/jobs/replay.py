@@ -42,10 +42,8 @@ TOPICS, SAMPLE = 20, 10
 REPLAY_ROWS = 200
 _TAG = "outbox-pipeline-replay"
 _LOCK = by_ids("Id, CreatedAt, SentAt, CancelledBy", lock=True)
-#: The outcomes of tasks that are not changed.
-_UNCHANGED = ("unsent", "resent", "cancelled", "replaced")
-_COUNTS = schemas.counts("replayed", "registered", *_UNCHANGED)
-_COUNTS_TO = schemas.counts("published", "refused")
+_COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "cancelled", "replaced")
+_COUNTS_TO = schemas.counts("published", "refused", "cancelled")
 #: The archived columns of a task that is inserted again.
 ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
 
@@ -155,9 +153,7 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
         reason = next(line for line in str(error).splitlines() if line)
         raise SettingError(f"--where {selection.where}: {reason}") from error
     if not found._jdf.queryExecution().analyzed().deterministic():  # noqa: SLF001 - no public API
-        raise SettingError(
-            f"--where {selection.where} is not deterministic, so a repeated Spark task could select others"
-        )
+        raise SettingError(f"--where {selection.where} is not deterministic. Spark may compute it more than once")
 
 
 def _dry_run(tasks: DataFrame) -> Replayed:
@@ -182,7 +178,7 @@ def _replay(
     rows = in_order(tasks, parts)
     if selection.to:
         rows = rows.select("Id", "OrderingKey", "Data", "CreatedAt")
-        counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, table.pubsub, selection.to, rate))
+        counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, settings, table.pubsub, selection.to, rate))
     else:
         rows = rows.select(*ARCHIVED_COLUMNS)
         counts = totals(map_rows(rows, _COUNTS, replay_rows, settings, started_at, rate))
@@ -225,19 +221,26 @@ def replay_rows(
             yield [replay_chunk(table, chunk, started_at)]
 
 
-def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
+def publish_rows(
+    database: DatabaseSettings, settings: PubSubSettings, to: str, rate: float, batches: Iterator[Rows]
+) -> Iterator[Rows]:
     """Publish rows with Id, OrderingKey, Data and CreatedAt to a topic, in a Spark task. Yield counts of each chunk.
 
-    If Spark runs the Spark task again, all of its rows are published again.
+    A task that was cancelled since it was archived is not published. If Spark runs the Spark task again, all of its
+    rows are published again.
     """
-    send, pace = resending.opened(settings, to), Pace(rate)
+    table, send, pace = open_table(database), resending.opened(settings, to), Pace(rate)
     for rows in batches:
         for chunk in chunked(rows, pace.chunk(REPLAY_ROWS), COMMIT_BYTES, lambda row: len(row["Data"])):
             pace.wait(len(chunk))
-            refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in chunk])
+            found = table.read_ids(("Id", "CancelledBy"), [row["Id"] for row in chunk], _TAG)
+            cancelled = {id for id, by in found if by is not None}
+            wanted = [row for row in chunk if row["Id"] not in cancelled]
+            refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in wanted])
             for id, why in refused.items():
                 _log.warning("the task %s was not published: %s", escaped(id), escaped(why))
-            yield [{"published": len(chunk) - len(refused), "refused": len(refused)}]
+            counts = {"published": len(wanted) - len(refused), "refused": len(refused), "cancelled": len(cancelled)}
+            yield [counts]
 
 
 def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
@@ -265,7 +268,8 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
             transaction.update(TABLE, RETRY_COLUMNS, reset)
         for values in (_inserted(wanted[id], now) for id, each in outcomes.items() if each == "registered"):
             transaction.insert(TABLE, tuple(values), [tuple(values.values())])
-        return {name: Counter(outcomes.values())[name] for name in _COUNTS.names}
+        counts = Counter(outcomes.values())
+        return {name: counts[name] for name in _COUNTS.names}
 
     return table.transact(_TAG, work)
 

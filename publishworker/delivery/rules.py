@@ -88,7 +88,7 @@ class RetryPolicy:
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
-        The deferral of the first task ends within KEY_CHECK_SECONDS. Then a poll finds the key even if the head was changed by
+        The deferral of the first task is short, so that a poll soon finds the key even if the head was changed by
         SQL. Whoever takes a task out of the key releases the next one, or lets its deferral end as soon, so one of them
         is always short.
 

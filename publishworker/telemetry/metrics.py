@@ -107,13 +107,13 @@ FORCED_STOP = Metric("outbox.forced_stop_count", "count", "event", ("reason",), 
 PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
-    "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `missing`. `audit`: `delivered`, `late`, "
-    "`lost`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, `cancelled_after_publish`, "
-    "`applied`, `not_applied`, `applied_late`, `unregistered`.")
+    "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `cancelled`, `replaced`. `audit`: "
+    "`delivered`, `late`, `lost`, `cancelled`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, "
+    "`cancelled_after_publish`, `applied`, `not_applied`, `applied_late`, `unregistered`.")
 PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
     "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
     "stopped with unsent tasks, `lost` or `not_applied` if an audit found such tasks, `incomplete` if its certificate "
-    "has others that were not delivered, `empty` if it found no task, or `failed`. A killed job sends nothing. The job "
+    "is not complete, `empty` if it found no task, or `failed`. A killed job sends nothing. The job "
     "`certificate` counts certificates.")
 
 #: Of the workers.

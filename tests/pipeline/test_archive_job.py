@@ -167,9 +167,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
         {"deleted": 1, "resent": 0, "missing": 0},
         {"deleted": 0, "resent": 0, "missing": 0},
     ]
-    assert caplog.messages[-2] == (
-        "purged 1 tasks sent or cancelled from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
-    )
+    assert caplog.messages[-2] == "purged 1 tasks of 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
     nothing = archive(late=True)
     assert nothing.windows == 0
     assert (
