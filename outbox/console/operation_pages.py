@@ -119,9 +119,9 @@ class Action:
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
         path = f"/tasks/{self.name}"
-        yield Route(path, self._preview, self.role, page="/tasks")
-        yield Route(path, self._begin, self.role, "POST", page=path)
-        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.LIGHT, "/operation")
+        yield Route(path, self._preview, self.role, work=_work, page="/tasks")
+        yield Route(path, self._begin, self.role, "POST", _work, path)
+        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.URGENT, "/operation")
 
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
@@ -175,6 +175,11 @@ class Action:
         if visit.query.get("selected") and not visit.query.get("id"):
             raise Refused(400, "No task is selected", "Check the tasks, or act on all that match.")
         return admin.changes.bounded(self.name, selection_of(visit.query, at), at)
+
+
+def _work(visit: Visit) -> Work:
+    """Single tasks do not wait until all that match some filter are counted."""
+    return Work.URGENT if visit.query.get("id") else Work.SCAN
 
 
 def _preview_time(visit: Visit) -> datetime:
@@ -256,6 +261,6 @@ def _stop(visit: Visit) -> Response:
 
 ROUTES = (
     Route("/operation", show, work=Work.LIGHT),
-    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.LIGHT, "/operation"),
+    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.URGENT, "/operation"),
     *(route for each in ACTIONS for route in each.routes()),
 )

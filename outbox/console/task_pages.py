@@ -194,6 +194,6 @@ def _message(visit: Visit) -> tuple[Mapping[str, str] | None, bytes]:
 ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
-    Route("/task", show_one),
+    Route("/task", show_one, work=Work.LIGHT),
     Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE, "/task"),
 )

@@ -139,6 +139,13 @@ def _known(visit: Visit) -> str:
     return topic
 
 
+def _work(visit: Visit) -> Work:
+    """Only the preview of a route counts tasks."""
+    given = (visit.query, visit.form)
+    has_route = any(each.get("route", "").strip() or "route" in each.getlist("unset") for each in given)
+    return Work.SCAN if has_route else Work.URGENT
+
+
 def _typed(given: QueryParams) -> dict[str, Any]:
     """Return the values to write, by field. Empty fields keep their values."""
     texts = {name: text for name in NAMES if (text := given.get(name, "").strip())}
@@ -153,11 +160,11 @@ def _typed(given: QueryParams) -> dict[str, Any]:
 
 ROUTES = (
     Route("/topic", show, work=Work.LIGHT),
-    Route("/topic/ask", _ask, Role.OPERATOR, "POST", page="/topic"),
-    Route("/topic/controls", _show_preview, Role.OPERATOR),
-    Route("/topic/controls", _write, Role.OPERATOR, "POST", page="/topic/controls"),
-    Route("/topic/probe", _probe, Role.OPERATOR, "POST", page="/topic"),
+    Route("/topic/ask", _ask, Role.OPERATOR, "POST", _work, "/topic"),
+    Route("/topic/controls", _show_preview, Role.OPERATOR, work=_work),
+    Route("/topic/controls", _write, Role.OPERATOR, "POST", _work, "/topic/controls"),
+    Route("/topic/probe", _probe, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
-    Route("/topic/forget", _forget, Role.OPERATOR, "POST", page="/topic"),
-    *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", page="/topic") for name in SWITCHES),
+    Route("/topic/forget", _forget, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
+    *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", Work.URGENT, "/topic") for name in SWITCHES),
 )

@@ -250,7 +250,8 @@ Handler = Callable[[Visit], Response]
 class Work(enum.Enum):
     """What a handler takes. `Access` bounds how many of each kind work at a time."""
 
-    LIGHT = enum.auto()  # the shared figures, or single rows
+    LIGHT = enum.auto()  # a page of the shared figures, or of single rows
+    URGENT = enum.auto()  # a change of single rows, and its preview
     SCAN = enum.auto()  # up to a minute of Spanner
     MESSAGE = enum.auto()  # the memory of a large message
 
@@ -263,7 +264,8 @@ class Route:
     handler: Handler
     role: Role = Role.VIEWER
     method: str = "GET"
-    work: Work = Work.SCAN
+    #: Or how it follows from the visit.
+    work: Work | Callable[[Visit], Work] = Work.SCAN
     #: The path of the page with the form that is sent here.
     page: str = ""
 

@@ -21,7 +21,8 @@ async function ask(address) {
     const failed = answer.status === 404 || answer.status === 429 || answer.status >= 500;
     throw new Error(failed ? `A proxy answered instead of the console: status ${answer.status}.` : SIGNED_OUT);
   }
-  if (!answer.ok) throw new Error(`${page.querySelector("h1")?.textContent}.`);
+  const again = { afterSeconds: answer.headers.get("Retry-After") };
+  if (!answer.ok) throw Object.assign(new Error(`${page.querySelector("h1")?.textContent}.`), again);
   return page;
 }
 
@@ -82,16 +83,17 @@ BUTTON.addEventListener("click", () => {
 });
 showTimes();
 
-let isAsking = false;
+let isAsking = false, notBefore = 0;
 async function refresh() {
-  if (isAsking || document.visibilityState !== "visible") return;
+  if (isAsking || Date.now() < notBefore || document.visibilityState !== "visible") return;
   isAsking = true;
   const stale = document.getElementById("stale");
   try {
     update(await ask(document.getElementById("live").dataset.refresh));
     stale.hidden = true;
   } catch (error) {
-    // The sentence about the last figures may say that all is well.
+    // A console without a place is busy with others. The sentence about the last figures may say that all is well.
+    notBefore = Date.now() + 1_000 * (error.afterSeconds ?? 0);
     document.getElementById("health").hidden = true;
     stale.querySelector("span").textContent = error.message;
     stale.hidden = false;
