@@ -162,7 +162,7 @@ class Action:
         return admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=selected)[1]
 
     def _continue(self, visit: Visit) -> Response:
-        operation, _ = _found(visit)
+        operation = _row(visit)
         if _acted(operation) != self:
             raise Refused(400, "This operation cannot be continued here", "Run its command or its job again.")
         admin.changes.continued(visit.console.table, operation.id)
@@ -241,18 +241,21 @@ def _acted(operation: Operation) -> Action | None:
 
 
 def _found(visit: Visit) -> tuple[Operation, datetime]:
-    """Return the operation `id`, and as of when: of the shared read, or else from its row."""
-    id, status = visit.query.get("id", ""), visit.console.status.get().value
+    """Return the operation `id`, and as of when: of the shared read, or from its row if that read is old."""
+    id, status = visit.query.get("id", ""), visit.reading.value if visit.reading.is_current else None
     if status and (operation := next((each for each in status.operations if each.id == id), None)):
         return operation, status.backlog.as_of
-    now, row = visit.console.table.now(), admin.operations.operation(visit.console.table, id)
-    if row is None:
+    return _row(visit), visit.console.table.now()
+
+
+def _row(visit: Visit) -> Operation:
+    if (row := admin.operations.operation(visit.console.table, visit.query.get("id", ""))) is None:
         raise Refused(404, "There is no operation with this ID", "Open it from the list of operations.")
-    return row, now
+    return row
 
 
 def _stop(visit: Visit) -> Response:
-    operation, _ = _found(visit)
+    operation = _row(visit)
     if not _acted(operation):
         raise Refused(400, "This operation cannot be stopped here", "Stop the process that runs it.")
     admin.operations.stop(visit.console.table, operation.id, visit.author())

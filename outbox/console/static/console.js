@@ -83,20 +83,30 @@ BUTTON.addEventListener("click", () => {
 });
 showTimes();
 
-let isAsking = false, notBefore = 0;
-async function refresh() {
-  if (isAsking || Date.now() < notBefore || document.visibilityState !== "visible") return;
-  isAsking = true;
+function warn(text) {
+  // The sentence about the last figures may say that all is well.
+  document.getElementById("health").hidden = true;
   const stale = document.getElementById("stale");
+  stale.querySelector("span").textContent = text;
+  stale.hidden = false;
+}
+
+let isAsking = false, notBefore = 0, answeredAt = Date.now();
+async function refresh() {
+  if (document.visibilityState !== "visible") return;
+  // The tab was hidden, or the console is slow.
+  const age = Date.now() - answeredAt, stale = document.getElementById("stale");
+  if (age > 3 * REFRESH_MS && stale.hidden) warn(`The console last answered ${Math.round(age / 1000)} seconds ago.`);
+  if (isAsking || Date.now() < notBefore) return;
+  isAsking = true;
   try {
     update(await ask(document.getElementById("live").dataset.refresh));
     stale.hidden = true;
+    answeredAt = Date.now();
   } catch (error) {
-    // A console without a place is busy with others. The sentence about the last figures may say that all is well.
+    // A console without a place is busy with other people.
     notBefore = Date.now() + 1_000 * (error.afterSeconds ?? 0);
-    document.getElementById("health").hidden = true;
-    stale.querySelector("span").textContent = error.message;
-    stale.hidden = false;
+    warn(error.message);
   } finally {
     isAsking = false;
   }
