@@ -15,7 +15,7 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from outbox.admin.backlog import Backlog, Line
-from outbox.admin.history import MINUTES, History, Seen
+from outbox.admin.history import JOINED, MINUTES, WHOLE, History, Seen, Values
 from outbox.admin.operations import Operation
 from outbox.admin.status import SHOWN, Problem, find
 from outbox.admin.tasks import BlockedHead
@@ -268,11 +268,36 @@ def test_ticks_are_round_and_reach_the_largest_value() -> None:
 def test_gaps_are_gaps_and_a_single_value_is_visible() -> None:
     line = chart(0, 10, None, 5)
     assert line.paths() == [(0, "M115 100L125 0h0M145 50h0")]
-    assert line.last("a") == "5"
-    assert chart(None).last("a") == "\N{EN DASH}"
+    assert chart(10, None, None, 5, is_backlog=True).paths() == [(0, "M115 0L125 16.7L135 33.3L145 50h0")]
+    assert chart(10, *[None] * JOINED, 5, is_backlog=True).paths() == [(0, "M85 0h0M145 50h0")]
     assert chart(10, None, kind="area").paths() == [(0, "M135 100L135 0h4V100z")]
     assert chart(10, 0, kind="bars").paths() == [(0, "M131 100V0h8V100z")]
     assert spark([None] * MINUTES) == ""
+
+
+DASH = "\N{EN DASH}"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((7, 5), "5"),
+        ((7, 5, *[None] * WHOLE), "5"),
+        ((7, 5, *[None] * JOINED), f"5 ({JOINED}m ago)"),
+        ((7, 5, *[None] * (JOINED + 1)), DASH),
+        ((None,), DASH),
+    ],
+)
+def test_an_old_value_is_not_shown_as_the_current_one(values: Values, text: str) -> None:
+    """A topic that published its last task half an hour ago has no latency now."""
+    assert chart(*values).last("a") == text
+
+
+@pytest.mark.parametrize(("minutes", "texts"), [(1, ["5", "0"]), (4, ["5 (3m ago)", "0 (3m ago)"]), (24, [DASH, DASH])])
+def test_failures_of_the_last_minute_are_unknown_if_no_worker_has_counted_them(minutes: int, texts: list[str]) -> None:
+    left = dataclasses.replace(worker(topics={"orders": {":x": [5] * MINUTES}}), seen_at=ago(minutes - 1))
+    found = History(NOW, {"a": Seen(left, ago(minutes))}, {})
+    assert [charts.failed_last_minute(found, "orders", f"{reason}: 404") for reason in "xy"] == texts
 
 
 def test_stacked_series_add_up_and_the_lowest_is_drawn_last() -> None:
