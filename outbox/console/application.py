@@ -7,7 +7,8 @@
    Any other request that another site's page sends is the navigation of a tab, as when a person follows a link.
 4. The route exists, and the request has an identity.
 5. The person holds the role of the route.
-6. The handler gets one of a few places. A page that gets none says so, and the browser loads it again.
+6. The handler gets one of a few places of its kind. What is urgent never waits for a list. A page that gets none says
+   so, and no browser loads it again by itself, because it would then wait in front of other people.
 
 docs/security.md says against whom. Every answer has the same headers.
 """
@@ -71,9 +72,9 @@ HEADERS = {
     "Outbox-Console": "1",
 }
 #: Handlers that work at a time. Together they leave some of the server's 40 threads free for identities.
-PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.SCAN: 8, Work.MESSAGE: 1}
-#: How long a request waits for a place, and how often it tries.
-WAIT_SECONDS, TRY_SECONDS = 5.0, 0.02
+PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.URGENT: 8, Work.SCAN: 8, Work.MESSAGE: 1}
+#: How long a request waits for a place, how often it tries, and when a page that got none asks again.
+WAIT_SECONDS, TRY_SECONDS, RETRY_SECONDS = 5.0, 0.02, 30
 #: Seconds in which the views of a page by a person are one line: a visible tab reads its page every five seconds.
 VIEW_SECONDS = 600.0
 #: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
@@ -187,9 +188,7 @@ class Access:
             refused = _refused(error, request)
             response = answer("refused", refused.status, refused=refused, prefix=prefix)
             if refused.wait:
-                response.headers["Retry-After"] = f"{WAIT_SECONDS:.0f}"
-                if request.method in _SAFE:
-                    response.headers["Refresh"] = f"{WAIT_SECONDS:.0f}"
+                response.headers["Retry-After"] = str(RETRY_SECONDS)
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         # A page of tables has a sixth of its size then. It has no secret that its size could tell.
@@ -227,13 +226,14 @@ class Access:
 
     async def _handled(self, route: Route, visit: Visit) -> Response:
         """Wait for a place without a thread, and call the handler. Raises Refused if there is no place."""
-        places, until = self._places[route.work], time.monotonic() + WAIT_SECONDS
+        work = route.work if isinstance(route.work, Work) else route.work(visit)
+        places, until = self._places[work], time.monotonic() + WAIT_SECONDS
         while not places.acquire(blocking=False):
             if time.monotonic() > until:
                 raise Refused(
                     503,
-                    f"The console is busy: {counted(PLACES[route.work], 'page')} of this kind read already",
-                    f"The browser opens a page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
+                    f"The console is busy: {counted(PLACES[work], 'request')} of this kind work already",
+                    "Try again in a minute. A narrower filter reads less.",
                     wait=True,
                 )
             await anyio.sleep(TRY_SECONDS)

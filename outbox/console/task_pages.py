@@ -103,7 +103,7 @@ def search(visit: Visit) -> Response:
 
 def show_one(visit: Visit) -> Response:
     """Show the task `id` without its message."""
-    task, status = _found(visit, data=False), visit.console.status.get().value
+    task, status = _found(visit, data=False), visit.reading.value
     columns, of_key = task.columns, list[Task]()
     if columns["OrderingKey"] and task.state not in OUT_OF_KEY:
         selection = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
@@ -197,6 +197,6 @@ def _message(visit: Visit) -> tuple[Mapping[str, str] | None, bytes]:
 ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
-    Route("/task", show_one),
+    Route("/task", show_one, work=Work.LIGHT),
     Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE, "/task"),
 )

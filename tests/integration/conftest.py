@@ -13,6 +13,7 @@ from google.cloud.spanner_v1.instance import Instance
 from starlette.testclient import TestClient
 
 from outbox.admin.table import TaskTable
+from outbox.console import visits
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from tests.support.commands import Commands
@@ -38,6 +39,12 @@ def table(watch: Watch) -> TaskTable:
 @pytest.fixture
 def outbox(emulators: Emulators, database: Database) -> Commands:
     return Commands(emulators, database)
+
+
+@pytest.fixture(autouse=True)
+def _patient_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pages wait for current figures, however slow the machine is."""
+    monkeypatch.setattr(visits, "PATIENCE_SECONDS", 60.0)
 
 
 @pytest.fixture

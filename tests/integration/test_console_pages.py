@@ -3,6 +3,7 @@
 import html
 import math
 import re
+import threading
 from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from tests.support.console import ORIGIN, SAME, console, text
 from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, PAST, control, insert, opened, pause, row
 from tests.support.spanner import record_requests
 from tests.support.statements import scans, unbounded
+from tests.support.waiting import eventually
 
 #: Texts that a page must show as text: markup, quotes, control characters, and characters that reorder text.
 HOSTILE = (
@@ -145,6 +147,25 @@ def test_a_topic_is_paused_by_a_named_person(database: Database, table: TaskTabl
     assert [(each.operation, each.principal, each.reason) for each in admin.operations.latest(table, 10)] == [
         ("resume", "jane@example.com", None), ("pause", "jane@example.com", "too many errors"),
     ]  # fmt: skip
+
+
+def test_a_page_after_an_action_shows_what_was_written_and_how_old_its_figures_are(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It offers what is possible now, however long the read of the figures takes."""
+    insert(database, [row("a")])
+    assert "Pause" in jane.get("/topic?name=orders").text
+    may_end, read = threading.Event(), backlog.read
+    monkeypatch.setattr(backlog, "read", lambda table: read(table) if may_end.wait(60) else None)
+    monkeypatch.setattr(visits, "PATIENCE_SECONDS", 0.05)
+    for path, offered in (("pause", "Resume"), ("resume", "Pause"), ("pause", "Resume")):
+        answer = jane.post(f"/topic/{path}?name=orders", headers=SAME, content="")
+        page = jane.get(answer.headers["location"]).text
+        assert re.search(r"Written at 20[\d :-]+ UTC, figures of 20[\d :-]+ UTC", text(page))
+        assert f">{offered}</button>" in page
+    may_end.set()
+    assert eventually(lambda: "Workers apply it within 10 seconds" in jane.get("/topic?name=orders").text)
+    assert "figures of" not in text(jane.get("/topic?name=orders").text)
 
 
 def test_a_topic_is_checked_and_its_controls_are_forgotten(
