@@ -13,7 +13,10 @@ resource "datadog_monitor_json" "outbox" {
   for_each = local.monitors
 
   monitor = replace(
-    templatefile("${local.datadog}/monitors/${each.value}", { docs_url = var.docs_url }),
-    "env:production", "env:${coalesce(var.env, "production")}"
+    replace(
+      templatefile("${local.datadog}/monitors/${each.value}", { docs_url = var.docs_url }),
+      "env:production", "env:${coalesce(var.env, "production")}"
+    ),
+    "my-project", var.project
   )
 }

@@ -14,6 +14,7 @@ from outbox.admin import operator_sql
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
 from outbox.admin.workers import Worker, rows_at
 from outbox.base.values import chunked, counted
+from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, problems, stated
 from outbox.table.states import UNSENT
 
 #: A shard, a topic (None: all topics), and the highest priority to count, if the statement has one.
@@ -76,13 +77,14 @@ class Counted(NamedTuple):
 class Line:
     """The tasks of one topic and priority. `at_least` names the counts that stopped early.
 
-    `oldest` is when the oldest task should first have been sent: a pending, retrying or blocked one. `next_due` is when
-    the next scheduled or retrying task will be due.
+    `oldest` is when the oldest pending or retrying task should first have been sent. `next_due` is when the next
+    scheduled or retrying task will be due. If `at_limit`, the topic is sent as fast as its limits allow.
     """
 
     topic: str
     priority: int
     paused: bool = False
+    at_limit: bool = False
     pending: int = 0
     retrying: int = 0
     scheduled: int = 0
@@ -99,12 +101,24 @@ class Line:
         """Return the number of tasks in all states but sent."""
         return sum(getattr(self, state) for state in UNSENT)
 
+    @property
+    def waits_on_purpose(self) -> bool:
+        """Tell whether somebody has decided that the tasks wait, so that their age is no problem."""
+        return self.paused or self.at_limit
+
     def add(self, other: "Line") -> None:
         """Add the counts of another line."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.oldest, self.next_due = _first(self.oldest, other.oldest), _first(self.next_due, other.next_due)
         self.at_least |= other.at_least
+
+
+class Ages(NamedTuple):
+    """Ages in seconds: of the oldest task of each topic, and of all topics whose tasks do not wait on purpose."""
+
+    by_topic: Mapping[str, float]
+    oldest: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,26 +145,26 @@ class Backlog:
 
     @property
     def total(self) -> Line:
-        """Return the sum of all lines, without the pending tasks of paused topics, and without their age."""
+        """Return the sum of all lines, without pending tasks of paused topics, and ages that are on purpose."""
         lines = [
-            dataclasses.replace(line, pending=0, oldest=None, at_least=line.at_least - {"pending"})
-            if line.paused
-            else line
-            for line in self.lines
+            dataclasses.replace(line, oldest=None if line.waits_on_purpose else line.oldest) for line in self.lines
         ]
+        for line in lines:
+            if line.paused:
+                line.pending, line.at_least = 0, line.at_least - {"pending"}
         return dataclasses.replace(self, lines=lines).everything
 
     @property
     def oldest(self) -> Line | None:
-        """Return the line with the oldest task, ignoring paused topics."""
-        lines = [line for line in self.lines if line.oldest and not line.paused]
+        """Return the line with the oldest task, ignoring topics whose tasks wait on purpose."""
+        lines = [line for line in self.lines if line.oldest and not line.waits_on_purpose]
         return min(lines, key=lambda line: line.oldest or self.as_of, default=None)
 
     def topics(self) -> dict[str, Line]:
         """Return the sum of each topic's lines, by topic."""
         merged: dict[str, Line] = {}
         for line in self.lines:
-            merged.setdefault(line.topic, Line(line.topic, line.priority, line.paused)).add(line)
+            merged.setdefault(line.topic, Line(line.topic, line.priority, line.paused, line.at_limit)).add(line)
         return merged
 
     def by_topic_and_state(self) -> Counter[tuple[str, str]]:
@@ -181,7 +195,7 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
 
 def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
     reader = _Reader(table, at, "outbox-status", limit)
-    reader.add(operator_sql.COUNT_SENT, ranges_of(table.shards), "sent_last_minute")
+    reader.add_sent()
     found, workers = _unsent(reader), rows_at(table, at)
     live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
     return dataclasses.replace(found, workers=live, silent=silent)
@@ -192,11 +206,11 @@ def read_unsent(table: TaskTable, age: timedelta = timedelta()) -> Backlog:
     return read_before(table.now(), age, lambda at: _unsent(_Reader(table, at, "outbox-status", None)))
 
 
-def oldest_ages(table: TaskTable) -> dict[str, float]:
-    """Return the age of the oldest task of each topic in seconds, as of ten seconds ago.
+def oldest_ages(table: TaskTable) -> Ages:
+    """Return the age of the oldest task of each topic, and of all of them, in seconds, as of ten seconds ago.
 
-    Paused topics, and topics without pending, retrying or blocked tasks, are left out. Of ready tasks, seeks in the
-    index find the age, so the cost does not depend on the number of tasks of a priority. Ages are exact with three
+    Paused topics, and topics without pending or retrying tasks, are left out. Of ready tasks, seeks in the index find
+    the age, so the cost does not depend on the number of tasks of a priority. Ages are exact with three
     exceptions. Of more than MAX_TOPICS topics, only the first are read. Of more than MAX_SEEKS priorities of a shard
     and topic, only some tasks of the lower ones are read. Of the due tasks, and of those that are due later, only the
     first by AvailableAt are read, up to the limit of a count.
@@ -204,15 +218,19 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
     return read_before(table.now(), STALENESS, lambda at: _oldest_ages_at(table, at))
 
 
-def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
-    paused = _paused(table, at)
+def _oldest_ages_at(table: TaskTable, at: datetime) -> Ages:
+    controls = table.controls(at)
+    paused = {topic for topic, row in controls.items() if row.paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     reader = _Reader(table, at, "outbox-age", None)
     reader.add_first_ready(ranges_of(table.shards, topics))
     for statement in (operator_sql.COUNT_DUE, operator_sql.COUNT_LATER):
         reader.add(statement, ranges_of(table.shards, topics))
-    backlog = Backlog(at, (), list(reader.lines.values()))
-    return {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
+    if any(stated(controls.get(line.topic, NO_CONTROLS), LIMITS) for line in reader.lines.values() if line.oldest):
+        reader.add_sent()
+    backlog = Backlog(at, (), reader.controlled(controls))
+    ages = {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
+    return Ages(ages, backlog.age(backlog.oldest))
 
 
 def _unsent(reader: "_Reader") -> Backlog:
@@ -224,16 +242,22 @@ def _unsent(reader: "_Reader") -> Backlog:
     reader.add(operator_sql.COUNT_DUE, ranges, "pending")
     reader.add(operator_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
     reader.add(operator_sql.COUNT_DEAD, ranges, "dead")
-    lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
-    paused = _paused(table, at)
+    lines = sorted(reader.controlled(table.controls(at)), key=lambda line: (line.topic, -line.priority))
     for line in lines:
-        line.paused = line.topic in paused
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
     return Backlog(at, [], lines, whole)
 
 
-def _paused(table: TaskTable, at: datetime) -> set[str]:
-    return {topic for topic, row in table.controls(at).items() if row.paused}
+def _is_at_limit(controls: TopicControls, sent: Count) -> bool:
+    """Tell whether the valid limits of a topic explain that its tasks wait, by what was sent in the last minute.
+
+    That is half of what the rate allows, because a part of the workers may have none of its tasks. One task is enough
+    if a limit is not of a rate, or if not all sent tasks are counted.
+    """
+    if not stated(controls, LIMITS) or problems(controls).keys() & {*LIMITS}:
+        return False
+    exact = controls.max_in_flight is None and not sent.at_least
+    return sent.number >= (int((controls.rate_per_second or 0) * 30) if exact else 1)
 
 
 def ranges_of(shards: Sequence[int], topics: Iterable[str | None] = (None,)) -> list[Range]:
@@ -301,6 +325,21 @@ class _Reader:
         for _, topic in full:
             self.at_least[topic] |= {*names, _REGISTERED}
         return self._add(rows, full)
+
+    def add_sent(self) -> None:
+        """Add the tasks that were sent in the last minute."""
+        self.add(operator_sql.COUNT_SENT, ranges_of(self.table.shards), "sent_last_minute")
+
+    def controlled(self, controls: Mapping[str, TopicControls]) -> list[Line]:
+        """Return the lines, with what follows from the controls of their topics."""
+        sent, lines = Counter[str](), list(self.lines.values())
+        for line in lines:
+            sent[line.topic] += line.sent_last_minute
+        for line in lines:
+            row = controls.get(line.topic, NO_CONTROLS)
+            line.paused = row.paused
+            line.at_limit = _is_at_limit(row, Count(sent[line.topic], "sent_last_minute" in self.at_least[None]))
+        return lines
 
     def add_first_ready(self, left: Sequence[Range]) -> None:
         """Add the first ready tasks of each priority in these ranges, for the age: they are those registered first."""

@@ -137,18 +137,18 @@ FROM {_RANGES_TO_COUNT}, UNNEST(ARRAY(
   GROUP BY topic, priority, state)) AS part""")
 
 
+#: The start of the age of a task. Deferred tasks have none, because they wait for the head of their key, which has one.
+_AGED_FROM = f"IF(BlockedBy IS NULL, {FIRST_DUE_SQL}, NULL)"
 COUNT_READY = counted(
     f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
     "'pending'",
-    first_due=FIRST_DUE_SQL,
+    first_due=_AGED_FROM,
 )
-COUNT_DUE = counted(
-    f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=FIRST_DUE_SQL
-)
+COUNT_DUE = counted(f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM)
 COUNT_LATER = counted(
     f"{OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER}",
     STATE_SQL,
-    first_due=FIRST_DUE_SQL,
+    first_due=_AGED_FROM,
     due="IF(BlockedBy IS NULL, AvailableAt, NULL)",
 )
 COUNT_DEAD = counted(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")

@@ -10,10 +10,10 @@ from outbox.admin.operations import Operation
 from outbox.admin.reshard import Progress, Resharding
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead, ErrorCount, blocked_heads, errors
-from outbox.admin.workers import Worker, open_circuits, shards_without_worker
+from outbox.admin.workers import Worker, deaths, open_circuits, shards_without_worker, silence
 from outbox.base.values import counted, spoken
 from outbox.program.terminal import SHOWN
-from outbox.table.controls import NO_CONTROLS, TopicControls
+from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, stated
 from outbox.table.controls import problems as invalid
 
 #: A topic is late after this many seconds. The monitors of k8s/ have limits of their own.
@@ -99,11 +99,13 @@ def hold(workers: Sequence[Worker], topic: str, at: datetime, *, is_paused: bool
 
 def _of_workers(backlog: Backlog, orphans: Sequence[int] | None) -> Iterator[Problem]:
     if not backlog.workers:
-        text = f"No live worker, so no task is published. Pending: {_number(backlog.total, 'pending')}"
-        yield Problem("no_worker", None, True, text)
+        known = silence(backlog.workers, backlog.silent) or "No live worker, so no task is published"
+        yield Problem("no_worker", None, True, f"{known}. Pending: {_number(backlog.total, 'pending')}")
     elif orphans:
         text = f"{counted(len(orphans), 'shard')} without a live worker: no task there is published"
         yield Problem("shards_without_worker", None, True, text)
+    if text := deaths(backlog.workers, backlog.silent) or "":
+        yield Problem("workers_died", None, False, text)
 
 
 def _of_topics(
@@ -126,6 +128,11 @@ def _of_topics(
         tasks = ", ".join(_number(line, name, f"{name} task") for name in _STATES if getattr(line, name))
         yield Problem("paused", line.topic, False, f"{line.topic} is paused{since}: {tasks}")
 
+    for line in _late(backlog, at_limit=True):
+        limits = ", ".join(stated(controls[line.topic], LIMITS))
+        text = f"{line.topic} is sent at its limit of {limits}: its oldest task has waited {spoken(backlog.age(line))}"
+        yield Problem("at_limit", line.topic, False, text)
+
 
 def _of_tasks(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Problem]:
     total = backlog.everything
@@ -133,7 +140,7 @@ def _of_tasks(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Prob
         first = f", most behind {blocked[0].id}" if blocked else ""
         state = f", which is {blocked[0].head.state}" if blocked and blocked[0].head else ""
         text = f"{_number(total, 'blocked', 'blocked task')} behind the heads of ordering keys{first}{state}"
-        yield Problem("blocked", None, False, text)
+        yield Problem("blocked", None, state.endswith("dead"), text)
     if total.dead:
         topics = [topic for topic, line in backlog.topics().items() if line.dead]
         of = f" of {topics[0]}" if len(topics) == 1 else f" of {len(topics)} topics"
@@ -143,9 +150,10 @@ def _of_tasks(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Prob
         yield Problem("late", line.topic, True, text)
 
 
-def _late(backlog: Backlog) -> list[Line]:
-    lines = [line for line in backlog.topics().values() if not line.paused and backlog.age(line) > LATE_SECONDS]
-    return sorted(lines, key=backlog.age, reverse=True)
+def _late(backlog: Backlog, *, at_limit: bool = False) -> list[Line]:
+    lines = [line for line in backlog.topics().values() if not line.paused and line.at_limit is at_limit]
+    late = [line for line in lines if backlog.age(line) > LATE_SECONDS]
+    return sorted(late, key=backlog.age, reverse=True)
 
 
 def _paused(backlog: Backlog) -> list[Line]:

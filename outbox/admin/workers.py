@@ -12,13 +12,16 @@ from typing import Any
 
 from outbox.admin import operator_sql
 from outbox.admin.table import TaskTable, read_before
-from outbox.base.values import json_object
+from outbox.base.values import counted, json_object, spoken
 from outbox.table.ddl import MAX_SHARDS, POLLED, Layout
+from outbox.table.shared_sql import FORGET_WORKER_SECONDS, WORKERS
 
 _TAG = "outbox-workers"
 #: The time until the heartbeats tell who polls the shards of a worker that has just started or left. The others notice
 #: it with their next discovery, and an idle one writes a heartbeat every 21 s. The first heartbeat has no shards.
 TAKE_OVER = timedelta(minutes=1)
+#: Workers that die within the hour are a problem from this number on: one is probably killed again and again.
+MANY_DEATHS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +106,40 @@ def rows_at(table: TaskTable, at: datetime) -> list[Worker]:
         for id, age, timeout, _, started_at, seen_at, info in rows
     )
     return sorted(found, key=lambda worker: worker.id)
+
+
+def died(table: TaskTable) -> int:
+    """Return the number of workers that died within the hour. Reads no Info, so it costs little in a large fleet."""
+    ages = ((milliseconds / 1000, timeout) for _, milliseconds, timeout, _ in table.query(WORKERS, _TAG))
+    return sum(timeout <= age < FORGET_WORKER_SECONDS for age, timeout in ages)
+
+
+def silence(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
+    """Return since when no heartbeat was written. None: there are live workers, or no row of another one."""
+    if live or not silent:
+        return None
+    last = max(each.seen_at for each in silent)
+    number = len(_until(last, silent))
+    return (
+        f"No heartbeat since {last:%Y-%m-%d %H:%M:%S}, of {counted(number, 'worker')}: either they stopped, or Spanner "
+        "refuses their writes"
+    )
+
+
+def deaths(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
+    """Return how many workers died within the hour, if there are MANY_DEATHS. `silence` is about the last ones."""
+    last = max(silent, key=lambda each: each.seen_at, default=None)
+    left = {each.id for each in _until(last.seen_at, silent)} if last and not live else set()
+    dead = [each for each in silent if each.age < FORGET_WORKER_SECONDS and each.id not in left]
+    if len(dead) < MANY_DEATHS:
+        return None
+    latest = min(dead, key=lambda each: each.age)
+    return f"{counted(len(dead), 'worker')} died within the hour, the last one {spoken(latest.age)} ago: {latest.id}"
+
+
+def _until(last: datetime, silent: Sequence[Worker]) -> list[Worker]:
+    """Return the workers that wrote heartbeats until about this time."""
+    return [each for each in silent if last - each.seen_at < TAKE_OVER]
 
 
 def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:

@@ -71,7 +71,10 @@ def add(commands: Any) -> None:
         commands, "workers", "live workers, their load and settings", WORKERS_DESCRIPTION, run_workers
     )
     flags.switch(parser, "--json", "Print one JSON object instead of a table")
-    text = "Exit code 1 if a shard has no live worker, or if the settings of live workers differ or are unknown"
+    text = (
+        "Exit code 1 if a shard has no live worker, if three workers died within the hour, or if the settings of live "
+        "workers differ or are unknown"
+    )
     flags.switch(parser, "--check", text)
 
 
@@ -297,7 +300,8 @@ def run_workers(options: argparse.Namespace) -> int:
     """Print the workers; return 0, or 1 if --check finds a problem. Raises SettingError, NotReached, OutboxError."""
     task_table = flags.open_table(options)
     now = task_table.now()
-    workers = admin.workers.live(task_table, now)
+    rows = admin.workers.rows_at(task_table, now)
+    workers = [each for each in rows if each.is_live]
     differing = admin.workers.differing(workers)
     orphans = admin.workers.shards_without_worker(task_table, workers, now)
     if options.json:
@@ -307,7 +311,9 @@ def run_workers(options: argparse.Namespace) -> int:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
         say(head, *listed, *_circuit_lines(workers, now))
-    problems = _problems(workers, differing, orphans)
+    silent = [each for each in rows if not each.is_live]
+    known = (admin.workers.silence(workers, silent), admin.workers.deaths(workers, silent))
+    problems = [*filter(None, known), *_problems(workers, differing, orphans)]
     for sentence in problems:
         note(sentence)
     return 1 if options.check and problems else 0

@@ -1,7 +1,7 @@
 """What a worker says about itself, besides the results of batches.
 
-Every 15 s it sends metrics: its heartbeat and load and, if it polls the first shard, the backlog. The column Info of
-its heartbeat is for `outbox workers`. It has no secret and no message.
+Every 15 s it sends metrics: its heartbeat and load and, if it is one of two, the backlog. The column Info of its
+heartbeat is for `outbox workers`. It has no secret and no message.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from outbox import __version__
-from outbox.admin import backlog
+from outbox.admin import backlog, workers
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import COUNT
 from outbox.errors import OutboxError
@@ -80,11 +80,12 @@ def send_backlog(metrics: Metrics, history: History, topics: Collection[str], ta
 
 
 def send_ages(metrics: Metrics, history: History, table: TaskTable) -> None:
-    """Send the age of the oldest task, of all topics and of each, and note it."""
+    """Send the age of the oldest task, of all topics and of each, and note it. Send how many workers died."""
     ages = backlog.oldest_ages(table)
-    metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
-    metrics.gauges(m.TOPIC_OLDEST_AGE, {(topic,): age for topic, age in ages.items()})
-    history.add_ages(ages)
+    metrics.gauge(m.OLDEST_AGE, ages.oldest)
+    metrics.gauges(m.TOPIC_OLDEST_AGE, {(topic,): age for topic, age in ages.by_topic.items()})
+    history.add_ages(ages.by_topic, ages.oldest)
+    metrics.gauge(m.DIED_WORKERS, workers.died(table))
 
 
 class BacklogSampler:

@@ -92,12 +92,12 @@ class History:
             rows[ALL].pending = sum(pending.values())
             rows[ALL].unsent = sum(known) if len(known) == len(unsent) else None
 
-    def add_ages(self, ages: Mapping[str, float]) -> None:
-        """Note the age of the oldest task of each topic that has one."""
+    def add_ages(self, ages: Mapping[str, float], oldest: float) -> None:
+        """Note the age of the oldest task of each topic that has one, and of all topics."""
         with self._current() as rows:
             for topic in _largest(ages):
                 rows[topic].oldest = _short(ages[topic])
-            rows[ALL].oldest = _short(max(ages.values(), default=0.0))
+            rows[ALL].oldest = _short(oldest)
 
     def add_utilization(self, utilization: float) -> None:
         """Note the part of the places that is taken now."""

@@ -81,10 +81,11 @@ TOPIC_TASKS = Metric("outbox.topic_task_count", "gauge", "task", ("topic", "stat
     f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago, counted with the same limit. A "
     "state that has become empty is sent as 0 for ten minutes.")
 OLDEST_AGE = Metric("outbox.oldest_task_age", "gauge", "second", (), -1,
-    "Age of the oldest pending, retrying or blocked task, as of ten seconds ago, in any topic that is not paused (the "
-    "first 1,000 by name): the time since it should first have been sent. No failed attempt changes it. 0 without any.")
+    "Age of the oldest pending or retrying task, as of ten seconds ago, in any topic that is not paused (the first "
+    "1,000 by name) and not sent as fast as its limits allow: the time since it should first have been sent. No failed "
+    "attempt changes it. A blocked task waits for the head of its key, which counts. 0 without any.")
 TOPIC_OLDEST_AGE = Metric("outbox.topic_oldest_task_age", "gauge", "second", ("topic",), -1,
-    "The same by topic, for each topic with such tasks. A topic without any is sent as 0 for ten minutes.")
+    "The same by topic, also of topics at their limits. A topic without such tasks is sent as 0 for ten minutes.")
 LATENCY = Metric("outbox.task_latency", "distribution", "second", ("topic",), -1,
     "Time from when a task should first have been sent to Pub/Sub's answer, with failed attempts, by Spanner's clock. "
     "A task that is sent again by plain DML counts from its CreatedAt. Each batch sends about 20 samples.")
@@ -99,6 +100,8 @@ CIRCUIT_STATE = Metric("outbox.circuit_state", "gauge", "unit", ("topic",), -1,
     "topic whose circuit has stayed closed has no value.")
 WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), 0,
     "Live workers, from this worker's point of view.")
+DIED_WORKERS = Metric("outbox.died_worker_count", "gauge", "worker", (), -1,
+    "Workers that ended within the hour without a shutdown, for example because they were killed.")
 HEARTBEAT = Metric("outbox.heartbeat_count", "count", "unit", (), 1,
     "Each live worker adds 1 every 15 s, even while a service is unavailable. While polls time out, every 35 s.")
 FORCED_STOP = Metric("outbox.forced_stop_count", "count", "event", ("reason",), -1,
@@ -120,7 +123,7 @@ PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "r
 METRICS = (
     PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, CANCELLED, FAILED, DEAD, UNCONFIRMED, DEFERRED, ABORTED, PENDING,
     TOPIC_TASKS, OLDEST_AGE, TOPIC_OLDEST_AGE, LATENCY, PHASE_DURATION, IN_FLIGHT, CIRCUIT_STATE, WORKERS,
-    HEARTBEAT, FORCED_STOP,
+    DIED_WORKERS, HEARTBEAT, FORCED_STOP,
 )
 #: Of applications and subscribers.
 APPLICATION = (REGISTERED, INBOX)

@@ -33,6 +33,8 @@ IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Workers that read the change stream. A partition may have 20 readers (https://docs.cloud.google.com/spanner/quotas).
 #: Half of that, so that two groups of workers may overlap for a while, as in a deployment.
 MAX_STREAM_READERS = 10
+#: Workers that count the backlog.
+COUNTING_WORKERS = 2
 #: Heartbeat rows that each worker reads in a second, at most. Up to 400 workers, this is the bound. With more
 #: workers, they must still be read when the next worker may time out.
 HEARTBEAT_ROWS_PER_SECOND = 60
@@ -78,8 +80,8 @@ class Membership:
 
     @property
     def counts_backlog(self) -> bool:
-        """Tell whether this worker counts the backlog, because it polls the first shard."""
-        return self.layouts[0].ids[0] in self.shards
+        """Tell whether this worker counts the backlog: two do, so that one that hangs or cannot count is no gap."""
+        return self._worker in sorted(self._live)[:COUNTING_WORKERS]
 
     @property
     def follows_stream(self) -> bool:

@@ -13,7 +13,7 @@ from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, selections
+from outbox.admin import backlog, selections, status
 from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
@@ -31,6 +31,7 @@ from tests.support.operations import (
     PAST,
     Row,
     Watch,
+    control,
     insert,
     pause,
     row,
@@ -67,7 +68,8 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
     """Exactly, whether a few seeks find it or the index must be read, and also behind many scheduled tasks.
 
     A due task counts from when it became due, but not from before it was registered. One whose time was moved keeps
-    its age, also when it is ready again. Sent, scheduled and dead tasks, and those of paused topics, have no age.
+    its age, also when it is ready again. Sent, scheduled, blocked and dead tasks, and those of paused topics, have no
+    age.
     """
     random, now, rows = Random(seeks), datetime.now(UTC), list[Row]()
 
@@ -80,11 +82,11 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
             {"DueAt": random.choice([None, created + random.randrange(30) * DAY])},
             {"AvailableAt": day()},
             {"AvailableAt": FUTURE, "Attempts": 8, "DueAt": due},
-            {"AvailableAt": FUTURE, "BlockedBy": "head", "DueAt": due},
         ]
         without: list[Row] = [
             {"SentAt": PAST}, {"AvailableAt": FUTURE - DAY}, {"AvailableAt": NEVER, "DueAt": CREATED, "Attempts": 1},
             {"AvailableAt": FUTURE, "DueAt": FUTURE, "Attempts": 1},
+            {"AvailableAt": random.choice([FUTURE, PAST]), "BlockedBy": "head", "DueAt": due},
         ]  # fmt: skip
         columns = {"CreatedAt": created, "OrderingKey": "k", "Topic": random.choice("abcdef")} | random.choice(
             [*with_age, *with_age[:1] * 9, *without, without[1]]
@@ -94,7 +96,8 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
     rows.append(row("paused", Topic="f", CreatedAt=CREATED - DAY))
     insert(database, rows)
     pause(database, "f")
-    aged = [each for each in rows if not each["SentAt"] and each["AvailableAt"] not in (FUTURE - DAY, NEVER)]
+    unsent = (each for each in rows if not each["SentAt"] and not each["BlockedBy"])
+    aged = [each for each in unsent if each["AvailableAt"] not in (FUTURE - DAY, NEVER)]
     wanted: dict[tuple[str, int], datetime] = {}
     for each in (each for each in aged if first_due(each) <= now):
         place = each["Topic"], each["Priority"]
@@ -105,10 +108,37 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
     assert found.oldest.oldest == min(time for (topic, _), time in wanted.items() if topic != "f")
     monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
     ages = backlog._oldest_ages_at(Later(watch.database), now)
-    assert ages == {
+    assert ages.oldest == max(ages.by_topic.values())
+    assert ages.by_topic == {
         topic: (now - min(time for (other, _), time in wanted.items() if other == topic)).total_seconds()
         for topic in "abcde"
     }
+
+
+@pytest.mark.parametrize(
+    ("limits", "sent", "is_late"),
+    [
+        ({"RatePerSecond": 0.1, "Burst": 1}, 2, True),
+        ({"RatePerSecond": 0.1, "Burst": 1}, 3, False),
+        ({"RatePerSecond": 0.01, "Burst": 1}, 0, False),
+        ({"RatePerSecond": -1.0, "Burst": 1}, 3, True),
+        ({"MaxInFlight": 1}, 0, True),
+        ({"MaxInFlight": 1}, 1, False),
+        ({}, 3, True),
+    ],
+)
+def test_a_topic_is_not_late_while_it_is_sent_at_its_limit(
+    database: Database, watch: Watch, limits: Row, sent: int, is_late: bool
+):
+    """At half of its rate or more, so that a limit does not hide that nothing is sent. It has its own age anyway."""
+    now = datetime.now(UTC)
+    insert(database, [row("a", CreatedAt=PAST), *(row(f"{n}", SentAt=now, Priority=n) for n in range(sent))])
+    control(database, "orders", **limits)
+    ages = backlog._oldest_ages_at(Later(watch.database), now)
+    assert (ages.by_topic.keys(), ages.oldest > 0) == ({"orders"}, is_late)
+    found = status.read(watch.table, backlog.read(watch.table))
+    assert [each.kind for each in found.problems] == ["no_worker", "late" if is_late else "at_limit"]
+    assert (found.backlog.oldest is not None, found.backlog.total.oldest is not None) == (is_late, is_late)
 
 
 def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
@@ -160,7 +190,7 @@ def test_the_backlog_of_metrics_is_of_ten_seconds_ago(own_database: Database, mo
     watch = Watch(own_database)
     for found in (backlog.read(watch.table), backlog.read_unsent(watch.table, backlog.STALENESS)):
         assert (found.lines, found.workers, found.oldest, found.age(found.oldest)) == ([], [], None, 0.0)
-    assert backlog.oldest_ages(watch.table) == {}
+    assert backlog.oldest_ages(watch.table) == ({}, 0.0)
     insert(own_database, [row("young")])
     before = watch.table.now()
     watch.requests.clear()

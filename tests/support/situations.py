@@ -88,6 +88,18 @@ def info(number: int, first: int, last: int, **settings: Any) -> dict[str, Any]:
     return {"host": f"node-{number}", "version": "1.2.3", "shards": [[first, last]], "settings": settings, **load}
 
 
+def dead_workers(*minutes: int) -> Step:
+    """Have workers that died so many minutes ago."""
+
+    def register(place: Place) -> None:
+        now = datetime.now(UTC)
+        rows = [(f"publishworker-dead-{each}", now, now - each * MINUTES) for each in minutes]
+        with place.database.batch() as batch:
+            batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), rows)
+
+    return register
+
+
 def cancel(place: Place) -> None:
     list(changes.change(TaskTable(place.database), "cancel", TaskSelection(state="scheduled")))
 
@@ -181,6 +193,13 @@ SITUATIONS: dict[str, dict[str, Sequence[Step]]] = {
             lambda place: pause(place.database, "orders"),
             tasks("report-7", "reports", ago=3 * HOURS, Priority=0),
         ],
+        "A topic is paused": [
+            topics("orders"),
+            workers(2),
+            tasks("order-1..40", ago=2 * HOURS),
+            lambda place: pause(place.database, "orders"),
+        ],
+        "Workers die again and again": [workers(1, info(1, 0, 9)), dead_workers(5, 20, 40)],
         "A circuit is open": [
             workers(1, info(1, 0, 9) | {"circuits": [CIRCUIT]}),
             tasks("order-1..20", ago=2 * MINUTES),

@@ -158,7 +158,12 @@ PAUSED = Line("orders", 50, paused=True, pending=150, oldest=NOON - timedelta(ho
 PAUSED_TOO = dataclasses.replace(PAUSED, topic="mails")
 PAUSE = Operation("a", "pause", NOON - timedelta(hours=5), NOON, "ann", "", None, None, None, None, None)
 BLOCKED = Line("orders", 50, blocked=90)
+LIMITED = dataclasses.replace(OLD, at_limit=True)
 FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
+
+
+def silent(age: float) -> Worker:
+    return Worker(f"worker-{age}", age, NOON, NOON - timedelta(seconds=age), {})
 
 
 @pytest.mark.parametrize(
@@ -178,12 +183,23 @@ FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
         ({"lines": [OLD], "workers": ()}, "bad", [
             "No live worker, so no task is published. Pending: 3 tasks",
             "orders is late: its oldest task has waited 14m"]),
+        ({"lines": [OLD], "workers": (), "silent": [silent(20), silent(80), *[silent(600)] * 2]}, "bad", [
+            "No heartbeat since 2026-11-26 11:59:40, of 1 worker: either they stopped, or Spanner refuses their "
+            "writes. Pending: 3 tasks", "orders is late: its oldest task has waited 14m",
+            "3 workers died within the hour, the last one 1m 20s ago: worker-80"]),
+        ({"silent": [silent(80)] * 2}, "ok", ["Healthy: oldest task 0.0s, 1 live worker, no dead tasks"]),
+        ({"silent": [silent(4_000), *[silent(600)] * 3]}, "warn", [
+            "3 workers died within the hour, the last one 10m ago: worker-600"]),
+        ({"lines": [LIMITED], "controls": {"orders": TopicControls(rate_per_second=5, burst=10)}}, "warn", [
+            "orders is sent at its limit of 5 tasks a second, 10 at once: its oldest task has waited 14m"]),
         ({"lines": [MANY]}, "warn", ["at least 2 dead tasks of orders"]),
         ({"lines": [PAUSED]}, "warn", ["orders is paused: 150 pending tasks"]),
         ({"lines": [PAUSED], "paused_by": {"orders": PAUSE}}, "warn", [
             "orders is paused since 2026-11-26 07:00, by ann: 150 pending tasks"]),
         ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", [
             "90 blocked tasks behind the heads of ordering keys, most behind a"]),
+        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, mock.Mock(state="dead"))]}, "bad", [
+            "90 blocked tasks behind the heads of ordering keys, most behind a, which is dead"]),
         ({"controls": {"orders": TopicControls(publish_to="no/topic")}}, "bad", [
             "orders: its route to 'no/topic' is invalid, so its tasks are not published"]),
         ({"controls": {"orders": TopicControls(publish_to="orders-v2")}, "workers": [FAILING]}, "warn", [
@@ -194,7 +210,7 @@ def test_the_worst_problems_come_first_and_causes_before_effects(
     given: dict[str, Any], level: str, sentences: list[str]
 ) -> None:
     """The first one is on every page, and decides its color."""
-    backlog = Backlog(NOON, given.pop("workers", (WORKER,)), given.pop("lines", ()))
+    backlog = Backlog(NOON, given.pop("workers", (WORKER,)), given.pop("lines", ()), silent=given.pop("silent", ()))
     usual: dict[str, Any] = {"orphans": [], "controls": {}, "paused_by": {}, "blocked": ()}
     problems = find(backlog, **usual | given)
     assert not problems or [each.text for each in problems] == sentences

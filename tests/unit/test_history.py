@@ -118,7 +118,7 @@ def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
     hour = Hour()
     for ago, unsent in ((4, 0), (3, 50), (2, 80)):
         hour.at(ago).ring.add_backlog({"orders": unsent} if unsent else {}, {"orders": unsent} if unsent else {})
-        hour.ring.add_ages({"orders": 60.0} if unsent else {})
+        hour.ring.add_ages({"orders": 60.0} if unsent else {}, 60.0 if unsent else 0.0)
         hour.publish(10)
     found = history(hour.worker(), Hour("b").worker(), lines=[Line("orders", 50, pending=80)])
     assert found.pending("orders")[-6:-1] == [None, 0, 50, 80, None]
@@ -128,7 +128,7 @@ def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
     bound = history(hour.worker(), lines=[Line("orders", 50, pending=10_000, at_least={"pending"})])
     assert (bound.pending("orders")[-3], bound.registered("orders")[-3]) == (10_000, None)
     hour.at(1).ring.add_backlog({}, {"scheduled": 5})
-    hour.ring.add_ages({})
+    hour.ring.add_ages({}, 0.0)
     assert history(hour.worker()).oldest("scheduled")[-2] == 0
 
 

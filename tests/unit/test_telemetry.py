@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from outbox.admin import backlog
+from outbox.admin import backlog, workers
 from outbox.admin.backlog import Backlog, Line
 from outbox.base.schedules import Schedule
 from outbox.errors import NotReached
@@ -18,6 +18,7 @@ from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from publishworker.process import gauges
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog
+from publishworker.spanner.store import Workers
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
@@ -279,9 +280,9 @@ class Relay:
         return Load(3, 0.375, self.circuits)
 
 
-def membership(shards: Sequence[int] = range(10)) -> Membership:
+def membership(others: Sequence[str] = ()) -> Membership:
     created = Membership(FakeStore(), "me")
-    created.shards = tuple(shards)
+    created.assign(Workers(dict.fromkeys(others, 14.0)))
     return created
 
 
@@ -361,14 +362,14 @@ def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPat
 
 
 class Sampler(BacklogSampler):
-    """The sampler of a worker with these shards; a count takes its time, and fails if a test wants it."""
+    """The sampler of a worker beside others; a count takes its time, and fails if a test wants it."""
 
-    def __init__(self, shards: Sequence[int] = range(10), takes: float = 0.1) -> None:
+    def __init__(self, others: Sequence[str] = (), takes: float = 0.1) -> None:
         self.seconds, self.takes = 1000.0, takes
         self.tables: list[Any] = []
         self.opened = 0
         self.error: Exception | None = None
-        super().__init__(self.count, self.open, membership(shards), lambda: self.seconds)
+        super().__init__(self.count, self.open, membership(others), lambda: self.seconds)
 
     def open(self) -> Any:
         self.opened += 1
@@ -387,9 +388,10 @@ def test_a_slow_count_of_the_backlog_is_followed_by_a_long_wait() -> None:
         assert Sampler(takes=takes).once() == pytest.approx(waits)
 
 
-def test_only_the_worker_of_shard_0_counts_the_backlog() -> None:
-    for shards, counts in (((0,), 1), ((0, 5), 1), ((1, 2), 0), ((), 0)):
-        sampler = Sampler(shards)
+def test_two_workers_count_the_backlog() -> None:
+    """So that one that hangs, or cannot count, leaves no gap."""
+    for others, counts in (((), 1), (("a",), 1), (("z", "y"), 1), (("a", "b"), 0), (("a", "z"), 1)):
+        sampler = Sampler(others)
         assert sampler.once() == 15
         assert len(sampler.tables) == counts
 
@@ -436,11 +438,13 @@ def test_the_oldest_age_is_reported_of_all_topics_and_of_each(monkeypatch: pytes
     """A topic without pending tasks is 0 for ten minutes, so that its last age does not stay in the graph."""
     client = Counted()
     metrics = Metrics(client, lambda: 0.0)
+    monkeypatch.setattr(workers, "died", lambda _table: 3)
     for ages in ({"orders": 7.0, "mails": 300.0}, {"orders": 8.0}, {}):
-        monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: found)
+        monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: backlog.Ages(found, 7.0))
         send_ages(metrics, History(), None)
         assert client.gauges == {
-            (m.OLDEST_AGE.name,): max(ages.values(), default=0),
+            (m.DIED_WORKERS.name,): 3,
+            (m.OLDEST_AGE.name,): 7.0,
             (m.TOPIC_OLDEST_AGE.name, "topic:orders"): ages.get("orders", 0),
             (m.TOPIC_OLDEST_AGE.name, "topic:mails"): ages.get("mails", 0),
         }
