@@ -69,7 +69,7 @@ test-real: $(STAMP) ## test the store, the relay and faults on another Spanner: 
 test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 25,000 random rows, for hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
-rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade from it under load and roll back
+rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade to it from another commit under load and roll back
 	@$(PYTEST) --long -m long_form tests/acceptance/test_release.py
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.

@@ -132,8 +132,8 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
 
 
 def test_the_startup_probe_waits_for_all_requests_of_a_start() -> None:
-    """Two sessions, two reads of the schema, one read and two commits for the permissions, and a heartbeat."""
-    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + GRANT_SECONDS + 2 * COMMIT_SECONDS
+    """Two sessions, two reads of the schema, two reads and two commits for the permissions, and a heartbeat."""
+    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + 2 * GRANT_SECONDS + 2 * COMMIT_SECONDS
     probe = rendered("overlays/production").container()["startupProbe"]
     imports = 10
     assert probe["periodSeconds"] * probe["failureThreshold"] >= requests + HEARTBEAT_TIMEOUT_SECONDS + imports
