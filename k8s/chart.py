@@ -220,6 +220,43 @@ _LOOKS = re.compile(r"\(\?<?[!=]")
 OWN_LABELS = r"^(app\.kubernetes\.io/(name|instance|part-of)|tags\.datadoghq\.com/.*)$"
 
 
+#: Keys of small maps in one line.
+SMALL = {
+    "protocol",
+    "port",
+    "cidr",
+    "fieldPath",
+    "type",
+    "value",
+    "periodSeconds",
+    "medium",
+    "sizeLimit",
+    "memory",
+    "cpu",
+}
+
+
+class Compact(yaml.SafeDumper):
+    """Writes lists of texts and small maps in one line."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        """Return the node of a list, in one line if it has only texts without holes."""
+        node = super().represent_sequence(tag, sequence, flow_style)
+        node.flow_style = all(isinstance(each, yaml.ScalarNode) and each.value[:1] != "@" for each in node.value)
+        return node
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        """Return the node of a map, in one line if it has only such keys, with texts."""
+        node = super().represent_mapping(tag, mapping, flow_style)
+        node.flow_style = all(isinstance(value, yaml.ScalarNode) and key.value in SMALL for key, value in node.value)
+        return node
+
+
+def dumped(value: Any) -> str:
+    """Return YAML."""
+    return yaml.dump(value, Dumper=Compact, sort_keys=False, width=1000)
+
+
 def main() -> None:
     """Write the chart."""
     for name, text in files().items():
@@ -279,7 +316,7 @@ def _values(settings: dict[str, str], parts: dict[str, list[dict[str, Any]]]) ->
     text = VALUES
     for name, value in given.items():
         indent = "    " if name in ("job", "console") else "  "
-        text = text.replace(f" @{name}@", "\n" + _indented(yaml.safe_dump(value), indent).rstrip())
+        text = text.replace(f" @{name}@", "\n" + _indented(dumped(value), indent).rstrip())
     for name, found, indent in (("settings", settings, "  "), ("console-settings", of_console, "    ")):
         text = text.replace(f"@{name}@", "\n".join(f"{indent}{key}: {json.dumps(found[key])}" for key in sorted(found)))
     return text
@@ -289,7 +326,7 @@ def _template(name: str, objects: list[dict[str, Any]]) -> str:
     """Return a template, with the objects that it has if its value and `enabled` are true."""
     texts = []
     for each in objects:
-        text = yaml.safe_dump(_with_holes(name, each), sort_keys=False, width=1000)
+        text = dumped(_with_holes(name, each))
         for old, new in REPLACED.items():
             text = re.sub(old, new, text, flags=re.MULTILINE)
         text = _with_values(text)
@@ -443,7 +480,7 @@ def _metrics(place: str) -> Iterator[str]:
         operations = [each for patch in patches for each in yaml.safe_load(patch["patch"])]
         added = [each["value"] for each in operations if each["path"].endswith(f"/{place}/-")]
         if added:
-            text = yaml.safe_dump(added, sort_keys=False, width=1000)
+            text = dumped(added)
             yield f'{{{{- if eq .Values.metrics "{component}" }}}}\n{text}{{{{- end }}}}\n'
 
 
