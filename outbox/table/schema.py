@@ -110,7 +110,7 @@ def apply(
     differences = list(ddl.compare(existing, found, {*free, "state"}))
     wrong = [each for each in differences if each.partition(" is missing:")[0] not in parts]
     if any(" is missing:" in each for each in wrong):
-        why = "nothing was created, because no version of the outbox has created a table without such a column:"
+        why = "nothing was created, as a table lacks a column that cannot be added, so the outbox did not create it:"
         raise SchemaDiffers("\n  ".join([f"{database.name}: {why}", *differences]))
     # An index on other columns, or on another table, is not this one.
     others = {each.partition(", definition:")[0] for each in wrong}
