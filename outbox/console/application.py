@@ -51,7 +51,7 @@ from outbox.console.visits import (
     read_status,
     render,
 )
-from outbox.errors import NotReached, OutboxError
+from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import host_name
 
 #: The host names to which a console on this machine answers.
@@ -119,6 +119,12 @@ def app(
     docs_url = DOCS_URL.value(docs_url, "docs_url")
     dashboard_url = TEMPLATE.value(dashboard_url, "dashboard_url")
     trace_url = TEMPLATE.value(trace_url, "trace_url")
+    pages = routes()
+    if path_prefix and (same := [each.path for each in pages if f"{each.path}/".startswith(f"{path_prefix}/")]):
+        raise SettingError(
+            f"path_prefix: {path_prefix} is also the beginning of a page's path, {same[0]}. Choose another prefix, "
+            "because a proxy may remove it"
+        )
     table = TaskTable(database, "outbox-console")
     console = Console(
         table=table,
@@ -133,7 +139,7 @@ def app(
     )
     return Access(
         console=console,
-        routes=routes(),
+        routes=pages,
         identify=identify or (lambda _request: table.principal),
         roles=roles or (VIEWERS if identify else EVERYTHING),
         allowed_hosts=hosts,

@@ -31,6 +31,8 @@ MAX_RETENTION_DAYS = 3650
 #: Two parts that each database chooses for itself.
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
 DELETION = "deletion of unsent tasks"
+#: A part of an index, before the name of the column.
+STORED = "stored column"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
 #: Google does not say whether a database role sees the constraints of its tables.
 NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
@@ -268,8 +270,8 @@ def parse(statement: str) -> tuple[str, dict[str, str]]:
         return f"table {name}", parts
     if match := _INDEX.fullmatch(statement):
         name, table, key, stored = match.groups()
-        definition = f"ON {table} ({key}) STORING ({', '.join(sorted(stored.split(', ')))})"
-        return f"index {name}", {"definition": definition, "state": "READ_WRITE"}
+        columns = {f"{STORED} {each}": f"STORING ({each})" for each in stored.split(", ")}
+        return f"index {name}", {"definition": f"ON {table} ({key})", **columns, "state": "READ_WRITE"}
     if match := _STREAM.fullmatch(statement):
         return f"change stream {match[1]}", {}  # users may choose other options
     raise ValueError(f"not a statement that schema.sql uses: {statement}")
@@ -289,10 +291,10 @@ def part(name: str, text: str) -> dict[str, str]:
 def compare(
     expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]], free: Collection[str]
 ) -> Iterator[str]:
-    """Yield a sentence for each object that is missing and each part that is missing or different.
+    """Yield a sentence for each object that is missing and each part that is missing or does not serve.
 
     The objects are by title and the parts by name. In `found` both are `normalized`. The parts named in `free` may
-    have any text.
+    have any text. Further objects and parts are no difference, so that a table of a newer version serves this one.
     """
     for title, parts in expected.items():
         others = found.get(normalized(title))
@@ -303,20 +305,33 @@ def compare(
             other, text = others.get(normalized(name)), parts[name]
             if other is None:
                 yield f"{title}, {name} is missing: expected {text}"
-            elif normalized(other) != normalized(text):
+            elif not _serves(other, text):
                 yield f"{title}, {name}: the database has {other}, expected {text}"
 
 
+def _serves(found: str, expected: str) -> bool:
+    """Return whether a text is equivalent, or only longer values or a default are allowed in addition."""
+    if "DEFAULT" not in expected.upper():
+        found = re.sub(r" DEFAULT \(.*\)(?= OPTIONS|$)", "", found, flags=re.IGNORECASE | re.DOTALL)
+    lengths = [re.match(r"(string|bytes)\((\d+|max)\)", each.lower()) for each in (found, expected)]
+    if all(lengths):
+        (kind, length), (of_kind, needed) = (each.groups() for each in lengths if each)
+        if kind == of_kind and needed != "max" and (length == "max" or int(length) > int(needed)):
+            found = expected[: expected.index(")")] + found[found.index(")") :]
+    return normalized(found) == normalized(expected)
+
+
 def missing_parts(expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the DDL that adds each missing column and constraint of the tables that exist, by the title of its place.
+    """Return the DDL that adds each missing column, constraint and stored column, by the title of its place.
 
     A column that may not be NULL and has no default is left out, because Spanner cannot add it to a table.
     """
     return {
-        f"{title}, {name}": f"{title} ADD {name} {text}".replace("table ", "ALTER TABLE ", 1)
+        f"{title}, {name}": f"ALTER {title} ADD {name if kind == 'stored' else f'{name} {text}'}"
         for title, parts in expected.items()
         for name, text in parts.items()
-        if name.startswith(("column ", "constraint ")) and normalized(name) not in found[normalized(title)]
+        if (kind := name.partition(" ")[0]) in ("column", "constraint", "stored")
+        if normalized(name) not in found[normalized(title)]
         if "NOT NULL" not in text or "DEFAULT" in text
     }
 

@@ -162,8 +162,10 @@ MARK_COLUMNS = (
 )  # fmt: skip
 #: The columns of a mark if the other columns still have their defaults. Fewer cells are locked and written.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
-#: Reads the columns of a mark, to test whether the worker may read them.
-READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
+#: The columns that polls and claims read in addition to those of a mark.
+READ_COLUMNS = ("Topic", "Data", "Bytes", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")
+#: Reads the columns that the worker needs, to test whether it may.
+CHECK_COLUMNS = f"SELECT {', '.join((*MARK_COLUMNS, *READ_COLUMNS))} FROM {BY_ID} WHERE Id = @id"
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "DueAt", "BlockedBy")
 #: The columns of a cancelled task that was made unsent.

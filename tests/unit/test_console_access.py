@@ -1,5 +1,6 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -240,6 +241,14 @@ def test_the_function_refuses_what_the_command_refuses() -> None:
         sentence = re.escape(f"{name}: {value!r} is not allowed")
         with pytest.raises(SettingError, match=sentence), mock.patch.object(schema, "layout"):
             application.app(mock.Mock(), **given)
+
+
+@pytest.mark.parametrize(("prefix", "page"), [("/tasks", "/tasks"), ("/topic/ask", "/topic/ask"), ("/top", "")])
+def test_a_prefix_is_not_the_path_of_a_page(prefix: str, page: str) -> None:
+    """A proxy may remove the prefix, so /tasks would be both the overview and the page of tasks."""
+    refused = pytest.raises(SettingError, match=f"path_prefix: {prefix} is also the beginning of a page's path, {page}")
+    with mock.patch.object(schema, "layout"), refused if page else contextlib.nullcontext():
+        application.app(mock.Mock(), path_prefix=prefix)
 
 
 @pytest.mark.parametrize("hosts", ["Outbox.example.com:443, [::0:1]", ["OUTBOX.example.com", "::1"]])

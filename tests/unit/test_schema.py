@@ -148,6 +148,21 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     database.update_ddl.assert_not_called()
 
 
+def test_roles_are_created_once_and_granted_again():
+    """The emulator has no roles, so this is the only test of the statements. `publishworker verify` runs them twice."""
+    database, statements = mock.Mock(), ddl.cut(ddl.text("roles.sql"))
+    for existing in ([], [["PublishWorker"], ["public"]], [[each.split()[-1]] for each in statements]):
+        with mock.patch.object(schema, "_query", return_value=existing):
+            states = dict(schema.apply_roles(database))
+        [sent] = database.update_ddl.call_args.args
+        created = [f"CREATE ROLE {role.removeprefix('role ')}" for role, state in states.items() if state == "created"]
+        here = {role.casefold() for [role] in existing}
+        assert created == [
+            each for each in statements if each.startswith("CREATE") and each.split()[-1].casefold() not in here
+        ]
+        assert sent == [*created, *(each for each in statements if not each.startswith("CREATE"))]
+
+
 LOGIN, NO_ANSWER = "gcloud auth application-default login", "Spanner did not answer"
 
 
