@@ -253,7 +253,10 @@ def test_nested_blocks_of_django(shop: Database) -> None:
 
 
 def test_a_replay_with_another_answer_fails(stack: DbApi, shop: Database) -> None:
-    """Another transaction commits the ID before the replay: `register_once` has answered True, which is now wrong."""
+    """Another transaction commits the ID before the replay: `register_once` has answered True, which is now wrong.
+
+    `run_in_transaction` runs the whole transaction again, and then the answer is right.
+    """
     id, order = str(uuid.uuid4()), str(uuid.uuid4())
 
     def another() -> None:
@@ -270,8 +273,17 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, shop: Database) -> Non
     with aborting(lambda call: call in due and due.pop() == call, another), failed:
         work()
     assert rows(shop, id, order) == ([], [id])
-    with stack.transaction() as handle:
-        assert stack.register_once(handle, "orders", b"", task_id=id) is False
+    id, due = str(uuid.uuid4()), ["commit"]
+    answers: list[bool] = []
+
+    def again(handle: Any) -> str:
+        stack.order(handle, order)
+        answers.append(stack.register_once(handle, "orders", b"", task_id=id))
+        return "the result"
+
+    with aborting(lambda call: call in due and due.pop() == call, another):
+        assert stack.run(again) == "the result"
+    assert (answers, rows(shop, id, order)) == ([True, False], ([order], [id]))
 
 
 @pytest.mark.parametrize("function", ["register_once", "cancel"])
