@@ -5,9 +5,11 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from tqdm import tqdm
 
 import outbox
@@ -83,10 +85,11 @@ def missing(table: Table) -> None:
 
 
 def too_large(table: Table) -> None:
-    [id] = register(table.database, table.topic, 1, MESSAGE)
+    data = RawPubsubMessage(data=bytes(TOO_LARGE)).SerializeToString()
+    columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
+    row = (str(uuid.uuid4()), table.topic, base64.b64encode(data), int(outbox.Priority.NORMAL), COMMIT_TIMESTAMP)
     with table.database.batch() as batch:
-        data = RawPubsubMessage(data=bytes(TOO_LARGE)).SerializeToString()
-        batch.update("AsynchronousTasks", ("Id", "Data"), [(id, base64.b64encode(data))])
+        batch.insert("AsynchronousTasks", columns, [row])
 
 
 def alone(_table: Table) -> None:
