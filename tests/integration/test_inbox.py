@@ -1,8 +1,6 @@
 """The inbox on the emulators: one effect for each task, however often and by whom its message is delivered."""
 
-import asyncio
 import base64
-import os
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +11,17 @@ from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted, NotFound, ServiceUnavailable
-from google.auth.credentials import AnonymousCredentials
-from google.cloud.spanner_v1 import AsyncClient, KeySet
+from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.types import PubsubMessage
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
-from outbox import aio, inbox
-from outbox.devtools.emulators import Emulators
+from outbox import inbox
 from tests.support.drivers import DbApi, aborting
 from tests.support.pubsub import PubSub, pulling
-from tests.support.spanner import INSTANCE, PROJECT, query, record_requests
+from tests.support.spanner import query, record_requests
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
@@ -113,15 +109,11 @@ def test_a_failure_rolls_back_and_leaves_no_lock(shop: Database, account: str) -
     assert not errors
 
 
-def test_a_missing_table_is_named(emulators: Emulators, empty_database: Database) -> None:
+def test_a_missing_table_is_named(empty_database: Database, run_async: Callable[..., Any]) -> None:
     """By each function that reads. With `register`, the client raises its own error from the commit."""
     receive = inbox.Handler(empty_database, consumer="billing")(lambda *_: None)
     with pytest.raises(outbox.OutboxError, match="table ProcessedTasks is missing"):
         receive(message(task()))
-
-    async def asynchronously(work: Any) -> None:
-        client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-        await (await client.instance(INSTANCE).database(empty_database.database_id)).run_in_transaction(work)
 
     works: tuple[Callable[[Any, Any], Any], ...] = (
         lambda of, transaction: of.register_once(transaction, "orders", b"", task_id="t"),
@@ -130,11 +122,10 @@ def test_a_missing_table_is_named(emulators: Emulators, empty_database: Database
     for work in works:
         with pytest.raises(outbox.OutboxError, match="table AsynchronousTasks is missing"):
             empty_database.run_in_transaction(partial(work, outbox))
-        with (
-            mock.patch.dict(os.environ, emulators.environment()),
-            pytest.raises(outbox.OutboxError, match="table AsynchronousTasks is missing"),
-        ):
-            asyncio.run(asynchronously(partial(work, aio)))
+        with pytest.raises(outbox.OutboxError, match="table AsynchronousTasks is missing"):
+            run_async(
+                lambda ours, work=work: ours.run_in_transaction(partial(work, outbox.aio)), empty_database.database_id
+            )
 
 
 def test_a_thread_recovers_from_a_session_that_was_refused(
