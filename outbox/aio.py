@@ -6,9 +6,10 @@ synchronous. The functions of this module read. This module is experimental as l
 
 import asyncio
 import contextlib
+import functools
 import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, Unpack
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from google.api_core.retry import AsyncRetry
@@ -29,9 +30,32 @@ from outbox.table.transactions import PrimaryKey, Row, SupportsInsert, SupportsU
 __all__ = ["AsyncTransaction", "Transaction", "cancel", "process_once", "register_once", "run_in_transaction"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 #: The transactions of `cancel`.
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
+
+
+@Coroutine.register
+class _Awaited:
+    """A coroutine that is neither true nor false: `if process_once(...):` without `await` would be true each time."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # send, throw and close, which asyncio calls
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def __bool__(self) -> NoReturn:
+        name = self.__name__
+        raise TypeError(f"outbox.aio.{name} was not awaited, so nothing has happened. Write `await aio.{name}(...)`")
+
+
+def _awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    return functools.wraps(function)(lambda *given, **named: cast(Any, _Awaited(function(*given, **named))))
 
 
 class AsyncTransaction(SupportsInsert, SupportsUpdate, Protocol):
@@ -48,6 +72,7 @@ class AsyncTransaction(SupportsInsert, SupportsUpdate, Protocol):
         """Return the rows of a query."""
 
 
+@_awaited
 async def register_once(
     transaction: AsyncTransaction,
     topic: str,
@@ -79,6 +104,7 @@ async def register_once(
     return is_new
 
 
+@_awaited
 async def process_once(
     transaction: AsyncTransaction, message: ReceivedMessage, *, consumer: str, key: Key = "task_id"
 ) -> bool:
@@ -97,9 +123,8 @@ async def process_once(
     """
     _check(transaction, "inbox.process_once")
     row = once.inbox_row(message, consumer, key)
-    with once.table_errors():
-        values = (*row, COMMIT_TIMESTAMP)
-        return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
+    values = (*row, COMMIT_TIMESTAMP)
+    return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
 
 
 async def _insert_once(
@@ -107,9 +132,10 @@ async def _insert_once(
 ) -> bool:
     inserted = transactions.changes(transaction).inserted
     keys, options = KeySet(keys=[list(key)]), transactions.request(tag, AsyncRetry)
-    rows = await transaction.read(table, columns[: len(key)], keys, **options)
-    # To the end, as in outbox.register_once.
-    exists = [each async for each in rows]
+    with transactions.table_errors(table):
+        rows = await transaction.read(table, columns[: len(key)], keys, **options)
+        # To the end, as in outbox.register_once.
+        exists = [each async for each in rows]
     # After the read, because another coroutine may have inserted the row in the meantime.
     if exists or key in inserted:
         return False
@@ -118,6 +144,7 @@ async def _insert_once(
     return True
 
 
+@_awaited
 async def run_in_transaction(
     database: Any, function: Callable[..., Awaitable[T]], *arguments: Any, **options: Any
 ) -> T:
@@ -165,6 +192,7 @@ class _Cancelled(Exception):
     """The client rolls back after this, but not after a CancelledError, which is no Exception."""
 
 
+@_awaited
 async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """Take an unsent task out in `transaction`, and return whether it did. False: see `outbox.cancel`.
 
@@ -183,7 +211,8 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
         options = transactions.request(CANCEL_TAG, AsyncRetry)
-        return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
+        with transactions.table_errors(TABLE):
+            return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 
     # Two calls that read before either writes would both release no task of their common key.
     async with _cancelling.setdefault(transaction, asyncio.Lock()):

@@ -36,6 +36,9 @@ _OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "Exp
 #: A UUID stores its variant in one hexadecimal digit. Maps a random digit to a valid one.
 _VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
+#: Of a commit, without its index entries: https://cloud.google.com/spanner/quotas#limits-for
+MAX_MUTATIONS = 80_000
+
 #: The tag of the requests of a cancel.
 CANCEL_TAG = "outbox-cancel"
 #: The value of CancelledBy if an application has cancelled the task.
@@ -110,9 +113,9 @@ def register(
         available_at: do not publish before this timezone-aware time.
         expires_at: do not publish after this timezone-aware time.
         at_most_once: prefer a loss to a duplicate; not together with an ordering key.
-        task_id: 1 to 64 characters, none of them a control character; a second insert of the same ID fails the commit
-            with AlreadyExists. Default: a random UUID. Never use a monotonically increasing number, because the ID is
-            the primary key (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
+        task_id: 1 to 64 printable characters, without a space at the begin or end; a second insert of the same ID fails
+            the commit with AlreadyExists. Default: a random UUID. Never use a monotonically increasing number, because
+            the ID is the primary key (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
 
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
@@ -192,7 +195,7 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
     Raises:
         InvalidMessage: like `register`, or two tasks have the same `task_id`. The message begins with the index of the
-            task. Nothing was added to the transaction.
+            task. Or there are more tasks than a commit can hold. Nothing was added to the transaction.
         InvalidTransaction: like `register`.
         TypeError: like `register`, or `tasks` is no collection. If a task or its message has a wrong type, the text
             begins with the index of the task.
@@ -201,7 +204,13 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
     rows = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
-    transactions.insert(transaction, TABLE, *_without_defaults(rows))
+    columns, values = _without_defaults(rows)
+    if len(columns) * len(rows) > MAX_MUTATIONS:
+        raise InvalidMessage(
+            f"{len(rows):,} tasks are more than {len(columns) * len(rows):,} mutations, and Spanner allows "
+            f"{MAX_MUTATIONS:,} in a commit. Register at most {MAX_MUTATIONS // 16:,} tasks in one transaction"
+        )
+    transactions.insert(transaction, TABLE, columns, values)
     transactions.changes(transaction).inserted.update(row[:1] for row in rows)
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
@@ -244,7 +253,8 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
         # Read to the end, because until then the client blocks the next statement of the transaction.
         return list(transaction.execute_sql(sql, **parameters(values), **transactions.request(CANCEL_TAG)))
 
-    heads = next_heads(query, task_id, transactions.changes(transaction).cancelled)
+    with transactions.table_errors(TABLE):
+        heads = next_heads(query, task_id, transactions.changes(transaction).cancelled)
     if heads is not None:
         take_out(transaction, task_id, heads)
     return heads is not None

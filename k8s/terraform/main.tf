@@ -63,13 +63,14 @@ resource "google_pubsub_topic" "topics" {
   kms_key_name = var.kms_key_name
 }
 
-resource "google_pubsub_topic_iam_member" "worker_publishes" {
+# Takes the role from all others. An application that publishes by itself bypasses the outbox.
+resource "google_pubsub_topic_iam_binding" "only_the_worker_publishes" {
   for_each = var.topics
 
   project = var.project
   topic   = google_pubsub_topic.topics[each.key].name
   role    = "roles/pubsub.publisher"
-  member  = local.worker
+  members = setunion([local.worker], var.publishers)
 
   # A new topic or subscription of the same name has no grants.
   lifecycle {

@@ -142,6 +142,12 @@ variable "topics" {
   }
 }
 
+variable "publishers" {
+  description = "IAM members that may also publish to the topics, without the outbox. All others lose the role."
+  type        = set(string)
+  default     = []
+}
+
 variable "max_delivery_attempts" {
   description = "Deliveries after which Pub/Sub forwards a message to the dead-letter topic: 5 to 100."
   type        = number

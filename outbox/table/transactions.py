@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,7 +19,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.base.schedules import CALL
 from outbox.base.values import check_finished, class_name
-from outbox.errors import InvalidTransaction
+from outbox.errors import InvalidTransaction, NotReached
 
 T = TypeVar("T")
 
@@ -241,16 +241,38 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
     return names
 
 
+def missing_table(error: Exception, table: str) -> str | None:
+    """Return what to do if the error means that the table does not exist, or None."""
+    if f"Table not found: {table}" not in str(error):
+        return None
+    return (
+        f"table {table} is missing in the database of this transaction. Create it with `outbox schema apply`, or use "
+        "a transaction of the database that has it"
+    )
+
+
+@contextlib.contextmanager
+def table_errors(table: str) -> Iterator[None]:
+    """Raise NotReached if the table is missing."""
+    try:
+        yield
+    except Exception as error:
+        if text := missing_table(error, table):
+            raise NotReached(text) from error
+        raise
+
+
 def existing(
     transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[PrimaryKey], *, tag: str
 ) -> set[PrimaryKey]:
     """Return the keys that the table has, and lock all of `keys` for the transaction.
 
-    Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS.
+    Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS, NotReached if the table is missing.
     """
-    rows = transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **request(tag))
-    # Read to the end, because until then the client blocks the next statement of the transaction.
-    return {tuple(row) for row in rows}
+    with table_errors(table):
+        rows = transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **request(tag))
+        # Read to the end, because until then the client blocks the next statement of the transaction.
+        return {tuple(row) for row in rows}
 
 
 def insert_once(

@@ -13,11 +13,11 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructType, Times
 
 from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
-from outbox.inbox.once import TABLE, table_errors
+from outbox.inbox.once import TABLE
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
-from outbox.table.transactions import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout, table_errors
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings, format_of
 from outbox_pipeline.jobs.texts import ADDED, ADDED_PREFIXES, EPOCH
@@ -189,7 +189,7 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
 def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: int = 0) -> Iterator[list[Any]]:
     """Yield TaskId and ProcessedAt of a range of task IDs, undecoded. Raises NotReached if the table is missing."""
     database: Any = open_database(settings, CALL_SECONDS)
-    with table_errors(), database.snapshot() as snapshot:
+    with table_errors(TABLE), database.snapshot() as snapshot:
         yield from snapshot.read(
             TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
             request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},

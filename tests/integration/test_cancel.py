@@ -16,7 +16,7 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox import aio, inbox
+from outbox import inbox
 from outbox.admin import changes, selections
 from outbox.admin import table as admin_table
 from outbox.admin.reshard import Resharding
@@ -27,6 +27,7 @@ from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
 from tests.support import real
+from tests.support.clients import aio
 from tests.support.drivers import STACKS
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.operations import FUTURE, OF_STATES, PAST, changed, insert, line, opened, row, rows_of

@@ -89,7 +89,8 @@ def test_a_grant_follows_its_resource() -> None:
 def test_the_worker_has_the_roles_of_the_deploy_page() -> None:
     page = (ROOT / "docs/operations/deploy.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `(roles/[\w.]+)` \|", page, re.MULTILINE))
-    roles = {block["role"].strip('"') for _, block in parsed("resource") if "local.worker" in block.get("member", "")}
+    of_worker = [block for _, block in parsed("resource") if re.search(r"local\.worker\b", str(block))]
+    roles = {block["role"].strip('"') for block in of_worker}
     limited = {block["role"].strip('"') for [_, name], block in parsed("resource") if name.startswith("database_")}
     assert "roles/spanner.databaseUser" not in TEXT
     assert roles == documented - {"roles/spanner.databaseUser"}
