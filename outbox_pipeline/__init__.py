@@ -14,7 +14,7 @@ from outbox.base.start import importer
 if TYPE_CHECKING:
     from outbox_pipeline.jobs.archive_files import read_archive
     from outbox_pipeline.jobs.register import Registered, register
-    from outbox_pipeline.jobs.texts import task_id
+    from outbox_pipeline.rows.texts import task_id
     from outbox_pipeline.source.datasource import decoded
 
 __all__ = ["Registered", "decoded", "read_archive", "register", "task_id"]
@@ -25,7 +25,7 @@ __getattr__ = importer(
     {
         "jobs.archive_files": "read_archive",
         "jobs.register": "Registered register",
-        "jobs.texts": "task_id",
+        "rows.texts": "task_id",
         "source.datasource": "decoded",
     },
 )

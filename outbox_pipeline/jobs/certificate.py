@@ -36,7 +36,7 @@ from outbox.base.values import chunked, counted, shown
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.message import parsed
 from outbox.program.terminal import as_json, say
-from outbox_pipeline.jobs.texts import sha256_of
+from outbox_pipeline.rows.texts import sha256_of
 
 ALGORITHM = "EC_SIGN_P256_SHA256"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

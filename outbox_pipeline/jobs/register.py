@@ -20,7 +20,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RegisterSettings, format_of_input
-from outbox_pipeline.jobs.register_rows import (
+from outbox_pipeline.rows.register_rows import (
     ANSWER,
     COLUMNS,
     LINE,
@@ -32,7 +32,7 @@ from outbox_pipeline.jobs.register_rows import (
     new_run,
     register_rows,
 )
-from outbox_pipeline.jobs.texts import CONVERT
+from outbox_pipeline.rows.texts import CONVERT
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.files import Input, checked, read_all_columns, read_table
 from outbox_pipeline.spark.spark_tasks import divided, map_rows, placed, totals

@@ -29,8 +29,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import MOMENT, DatabaseSettings, SettingType, one_of, resolved, whole_number
 from outbox.table.states import LONG_AGO, STATES
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register_rows import REJECTS, check, complete, new_run, register_rows
-from outbox_pipeline.jobs.texts import MICROSECOND
+from outbox_pipeline.rows.register_rows import REJECTS, check, complete, new_run, register_rows
+from outbox_pipeline.rows.texts import MICROSECOND
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.parts import RowFilter
 from outbox_pipeline.spanner import Table, open_table

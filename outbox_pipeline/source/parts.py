@@ -27,7 +27,7 @@ from outbox.table.ddl import CANCELLED, LayoutShards, by_layout
 from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox.table.states import arrow_states
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.texts import MICROSECOND
+from outbox_pipeline.rows.texts import MICROSECOND
 from outbox_pipeline.spanner import Table
 
 #: Max tasks, and max bytes of messages, in a batch and so in memory. A single task can have 10 MB.

@@ -20,7 +20,7 @@ from outbox.base.values import shown
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive_files import commit_name
-from outbox_pipeline.jobs.texts import sha256_of
+from outbox_pipeline.rows.texts import sha256_of
 from outbox_pipeline.spark.files import Folder
 from publishworker.telemetry import clients
 from tests.support.certificates import Place, data, new_key, payload

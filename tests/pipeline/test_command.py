@@ -31,8 +31,8 @@ from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs import audit_inputs as effects
 from outbox_pipeline.jobs.archive import purge_chunk
-from outbox_pipeline.jobs.register_rows import Writer
 from outbox_pipeline.jobs.replay import ARCHIVED_COLUMNS, replay_chunk
+from outbox_pipeline.rows.register_rows import Writer
 from outbox_pipeline.source.datasource import OutboxDataSource
 from outbox_pipeline.source.parts import KeyPart, cancelled
 from outbox_pipeline.spanner import open_table

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline.jobs.register import prepared, read
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.spark.stack_traces import spark_errors
 from tests.support.pipeline import Case
 

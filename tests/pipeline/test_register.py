@@ -20,9 +20,9 @@ from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
 from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs import register as job
-from outbox_pipeline.jobs import register_rows as executor
-from outbox_pipeline.jobs.register_rows import COUNTS, REGISTER_ROWS, Writer
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.rows import register_rows as executor
+from outbox_pipeline.rows.register_rows import COUNTS, REGISTER_ROWS, Writer
+from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark import spark_tasks
 from outbox_pipeline.spark.spark_tasks import Pace

@@ -26,7 +26,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OF_READER, OutboxDataSource, OutboxReader, parse
 from outbox_pipeline.spark.stack_traces import error_from

@@ -15,7 +15,7 @@ from pyspark.sql import functions as f
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register import in_order, prepared, read, selected
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.rows.texts import task_id
 from tests.support.pipeline import row
 
 NO_OBJECT = "the line is not a JSON object: "

@@ -25,7 +25,7 @@ from outbox.base.values import shown
 from outbox.errors import NotReached, SettingError
 from outbox_pipeline import cli
 from outbox_pipeline.jobs import certificate as document
-from outbox_pipeline.jobs.texts import sha256_of
+from outbox_pipeline.rows.texts import sha256_of
 from tests.support.certificates import Place, data, new_key, payload
 from tests.support.rpc import Served
 

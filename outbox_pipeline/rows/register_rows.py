@@ -30,7 +30,7 @@ from outbox.program.settings import DatabaseSettings, SettingType
 from outbox.registration import COLUMNS as REGISTERED
 from outbox.registration import task_row
 from outbox_pipeline import job_settings, schemas
-from outbox_pipeline.jobs.texts import (
+from outbox_pipeline.rows.texts import (
     CONVERT,
     EPOCH,
     MICROSECOND,
