@@ -65,7 +65,7 @@ class RegisterSettings(JobSettings):
     select: str = setting(
         "",
         SettingType(str, "expressions of Spark's SQL with names, separated by commas; or nothing"),
-        "Spark SQL that makes the columns of the tasks from those of the input: to_json(struct(*)) AS data.",
+        "Spark SQL that makes the columns of the tasks from those of the input, such as customer AS ordering_key.",
     )
     multi_line: bool = setting(
         "false",

@@ -4,14 +4,12 @@ It reads and sorts the rows. `register_rows` checks and inserts them in Spark ta
 """
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
-from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.listener import StreamingQueryListener
@@ -21,6 +19,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import REJECTS, RegisterSettings, format_of_input
+from outbox_pipeline.jobs.register_select import NULLS, selected
 from outbox_pipeline.rows.register_rows import (
     ANSWER,
     COLUMNS,
@@ -29,7 +28,6 @@ from outbox_pipeline.rows.register_rows import (
     HIDDEN,
     KNOWN,
     LINE,
-    OF_REJECTS,
     WHY,
     check,
     complete,
@@ -38,19 +36,15 @@ from outbox_pipeline.rows.register_rows import (
     register_rows,
     report,
 )
-from outbox_pipeline.rows.text_files import TextFiles, header, null_text
+from outbox_pipeline.rows.text_files import TextFiles, header
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.files import Folder, Input, checked, is_connect, read_all_columns, read_table, whole_files
-from outbox_pipeline.spark.spark_tasks import divided, map_rows, new_run, placed
+from outbox_pipeline.spark.spark_tasks import divided, map_rows, new_run, parallelism, placed
 from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: A line that ends within quotes: values with and without quotes, and then quotes that are not closed. Its quantifiers
 #: never go back, so a long line costs neither time nor stack.
 _OPEN = r"""^(?:(?:"(?:[^"]++|"")*+"[^,]*+|[^",][^,]*+)?+,)*+"(?:[^"]++|"")*+\z"""
-#: Columns with texts that may mean NULL, and columns of --select before Spark knows whether they can be computed.
-_NULLS, _TRIED = "(outbox) nulls", "(outbox) value "
-#: Functions with another value at each attempt, which Spark calls deterministic.
-_OF_ATTEMPT = {"CurrentDate", "CurrentTime", "CurrentTimestamp", "LocalTimestamp", "Now"}
 _TEXT = StringType()
 
 _log = logging.getLogger("outbox_pipeline")
@@ -221,7 +215,7 @@ def _members(files: TextFiles, lines: DataFrame) -> list[str]:
 def _staged(files: TextFiles, lines: DataFrame, names: Sequence[str]) -> DataFrame:
     """Return the values of text files, and columns that `selected` hides."""
     places = [str(number) for number in range(len(names))]  # because mapInArrow refuses a dot in a name
-    schema = schemas.optional(**dict.fromkeys([*places, *HIDDEN], _TEXT), **{_NULLS: ArrayType(_TEXT)})
+    schema = schemas.optional(**dict.fromkeys([*places, *HIDDEN], _TEXT), **{NULLS: ArrayType(_TEXT)})
     wanted = schemas.arrow(schema)
 
     def staged(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -235,59 +229,7 @@ def _staged(files: TextFiles, lines: DataFrame, names: Sequence[str]) -> DataFra
                 schema=wanted,
             )
 
-    return lines.mapInArrow(staged, schema).toDF(*names, *HIDDEN, _NULLS)
-
-
-def selected(rows: DataFrame, select: str) -> DataFrame:
-    """Return the columns that Spark SQL makes of the rows, and HIDDEN. A row that it cannot make is rejected.
-
-    Raises SettingError with Spark's own position in `select`, or for a function that makes other tasks at each attempt.
-    """
-    given = rows.drop(*HIDDEN, _NULLS)
-    try:
-        found: Any = given.select(f.expr(f"struct(\n{select}\n)"))
-    except (AnalysisException, ParseException) as error:
-        sentence = re.sub(r";? *SQLSTATE: \w+", "", str(error).strip().partition("\n")[0]).rstrip("; ")
-        where = re.sub(r"line (\d+)", lambda found: f"line {int(found[1]) - 1}", sentence)
-        raise SettingError(f"--select: {where}") from None
-    # Spark's trees: its SQL has no function that makes NULL of any error, and its * would select the hidden columns.
-    jvm: Any = rows.sparkSession.sparkContext._jvm  # noqa: SLF001 - no public API
-    plan = found._jdf.queryExecution().analyzed()  # noqa: SLF001 - the same
-    if not plan.getClass().getName().endswith(".Project") or not plan.child().sameResult(
-        given._jdf.queryExecution().analyzed()  # noqa: SLF001 - the same
-    ):
-        raise SettingError("--select: an expression can use one row only, so neither groups nor windows are allowed")
-    made = plan.projectList().apply(0).child()
-    classes = {*re.findall(r'"class":"[\w.]+\.(\w+)"', made.toJSON())}
-    if not made.deterministic() or classes & _OF_ATTEMPT:
-        raise SettingError(
-            f"--select: {made.sql()[:200]} has another value at each attempt, which would register other tasks. Make "
-            "IDs and times from columns of the input"
-        )
-    tree, column = jvm.org.apache.spark.sql.catalyst.expressions, jvm.org.apache.spark.sql.classic.ExpressionUtils
-    names, values = [*made.dataType().fieldNames()], made.valExprs()
-    tried = []
-    for number in range(len(names)):
-        value = f.lit(1)
-        value = type(value)(column.column(values.apply(number)))
-        whole = column.expression(f.struct(value.alias("value"))._jc)  # noqa: SLF001 - the same
-        tried.append(type(value)(column.column(tree.TryEval(whole))).alias(f"{_TRIED}{number}"))
-    staged, kept = rows.select("*", *tried), {*rows.columns}
-    results = [f.col(f"{_TRIED}{number}") for number in range(len(names))]
-    failed = [
-        f.when(result.isNull(), f.lit(f"--select cannot compute the column {name} of this row"))
-        for name, result in zip(names, results, strict=True)
-    ]
-    references = [
-        values.apply(number).references().toSeq() for number, name in enumerate(names) if name not in OF_REJECTS
-    ]
-    used = dict.fromkeys(each.apply(number).name() for each in references for number in range(each.size()))
-    nulls = [f.when(f.array_contains(_NULLS, name), f.lit(null_text(name))) for name in used if _NULLS in kept]
-    why = f.coalesce(*([f.col(WHY)] if WHY in kept else []), *nulls, *failed)
-    line = f.col(LINE) if LINE in kept else f.when(why.isNotNull(), f.to_json(f.struct(*given.columns)))
-    file = f.col(FILE) if FILE in kept else f.lit(None).cast("string")
-    made_columns = [result["value"].alias(name) for name, result in zip(names, results, strict=True)]
-    return staged.select(*made_columns, file.alias(FILE), line.alias(LINE), why.alias(WHY))
+    return lines.mapInArrow(staged, schema).toDF(*names, *HIDDEN, NULLS)
 
 
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
@@ -342,8 +284,11 @@ def register_stream(
     given = {"project": project, "instance": instance, "database": database, "database_role": database_role}
     spark, target = stream.sparkSession, DatabaseSettings.read(given)
     parts, rate = divided(spark, max_rows_per_second)
-    tasks = placed(prepared(stream, topic=topic, key=key), parts, "ordering_key", "task_id", "line").drop("_place")
-    answers = map_rows(tasks, ANSWER, register_in_key_order, target, rate)
+    # Spark does not merge the partitions of a stream.
+    tasks = placed(
+        prepared(stream, topic=topic, key=key), parts or parallelism(spark), "ordering_key", "task_id", "line"
+    )
+    answers = map_rows(tasks.drop("_place"), ANSWER, register_in_key_order, target, rate)
     spark.streams.removeListener(_REPORTER)  # each session has it once
     spark.streams.addListener(_REPORTER)
     return rejected(answers, "outbox")

@@ -234,26 +234,28 @@ def _completed(
         return {**_NOTHING, "reason": str(error), "line": line, "file": file}
 
 
-def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
-    """Return a row of `schemas.INPUT`. The ValueError has the reason to reject it."""
+def _values_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of COLUMNS, except `data_base64`, under whichever names they have."""
     for name, value in given.items():
         if isinstance(value, _Unusable):
             raise ValueError(f"{name} {value.why}")  # noqa: TRY004 - a value, not a type of the caller
     values = {name: _value(name, given.get(name)) for name in COLUMNS}
-    for other, name in _OF_SOURCE.items():
+    for other, name in [*_OF_SOURCE.items(), ("data_base64", "data")]:
         if given.get(other) is not None:
             if values[name] is not None:
-                raise ValueError(f"both {other} and {name}")
-            values[name] = _value(name, given[other])
+                raise ValueError(f"both {name} and {other}")
+            values[name] = values[other] if other in values else _value(name, given[other])
     if _MESSAGE in given:
         if (message := parsed(given[_MESSAGE])) is None:
             raise ValueError(f"{_MESSAGE} is no serialized PubsubMessage")
         values |= {"data": message.data, "attributes": dict(message.attributes)}
-    as_base64 = values.pop("data_base64")
-    if values["data"] is not None and as_base64 is not None:
-        raise ValueError("both data and data_base64")
-    data = as_base64 if values["data"] is None else values["data"]
-    row = {**_NOTHING, **values, "data": data, "created_at": given.get("CreatedAt")}
+    del values["data_base64"]
+    return values
+
+
+def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
+    """Return a row of `schemas.INPUT`. The ValueError has the reason to reject it."""
+    row = {**_NOTHING, **_values_of(given), "created_at": given.get("CreatedAt")}
     row["topic"] = (topic or None) if row["topic"] is None else row["topic"]
     # An empty key is no key, as in outbox.register, so rows without a key need not be in one partition.
     row["ordering_key"] = row["ordering_key"] or None

@@ -300,7 +300,6 @@ def test_a_rate_applies_to_all_spark_tasks_together(case: Case):
     assert [call.args[1] for call in ordered.call_args_list] == [tasks, 0]
 
 
-@pytest.mark.usefixtures("many_partitions")
 def test_a_retried_spark_task_registers_no_task_twice(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Every Spark task fails twice, after writing a part and after writing all rows. Each row is counted once."""
     there = [{"data": f"there {number}".encode()} for number in range(150)]

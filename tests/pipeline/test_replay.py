@@ -334,7 +334,6 @@ def test_a_replay_needs_the_table_of_operations(case: Case, own_database: Databa
     assert case.replay(where="true", dry_run=True).selected == 1
 
 
-@pytest.mark.usefixtures("many_partitions")
 def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(
     case: Case,
     emulators: Emulators,
