@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, Observation, SparkSession, Window
@@ -289,8 +290,9 @@ def register_stream(
         prepared(stream, topic=topic, key=key), parts or parallelism(spark), "ordering_key", "task_id", "line"
     )
     answers = map_rows(tasks.drop("_place"), ANSWER, register_in_key_order, target, rate)
-    spark.streams.removeListener(_REPORTER)  # each session has it once
-    spark.streams.addListener(_REPORTER)
+    if spark not in _REPORTERS:
+        _REPORTERS[spark] = _Reporter()
+        spark.streams.addListener(_REPORTERS[spark])
     return rejected(answers, "outbox")
 
 
@@ -309,7 +311,8 @@ class _Reporter(StreamingQueryListener):
         """Do nothing."""
 
 
-_REPORTER = _Reporter()
+#: The one of each session.
+_REPORTERS = WeakKeyDictionary[SparkSession, _Reporter]()
 
 
 def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:

@@ -103,7 +103,8 @@ def parse(
     options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
 ) -> tuple[dict[str, Any], DatabaseSettings]:
     """Return the values of the `options` that are given, and their database. Raises SettingError."""
-    given = {name.lower(): value for name, value in options.items()}
+    # Spark passes the options of CREATE TABLE twice.
+    given = {name.lower(): value for name, value in options.items() if not name.lower().startswith("option.")}
     known = (*kinds, *_DATABASE)
     if unknown := sorted(given.keys() - {name.lower() for name in (*known, *ignored)}):
         raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join(known)}")

@@ -20,8 +20,8 @@ _COMPARED = {
 def of_columns(filters: Iterable[Any]) -> tuple[ColumnFilter, ...]:
     """Return the filters that compare a column of the table, or the state."""
     names = {*schemas.TABLE.names, "State"}
-    found = ((each.attribute, type(each).__name__, getattr(each, "value", None)) for each in filters)
-    return tuple((path[0], kind, value) for path, kind, value in found if path[0] in names and kind in _COMPARED)
+    known = ((type(each).__name__, each) for each in filters if type(each).__name__ in _COMPARED)
+    return tuple((each.attribute[0], kind, each.value) for kind, each in known if each.attribute[0] in names)
 
 
 def mask(columns: Mapping[str, pa.Array], given: ColumnFilter) -> pa.Array:

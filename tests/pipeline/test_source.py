@@ -328,7 +328,9 @@ def test_a_sink_ends_at_a_rejected_row(case: Case):
 def test_tasks_are_copied_to_another_database(case: Case, own_database: Database):  # OUT-SPARK-3
     """With their IDs, messages and columns, in the order of their keys, without a change of names."""
     keyed = [row(f"{9 - n}", OrderingKey="k", Sequence=-n, CreatedAt=DAY + timedelta(hours=n)) for n in range(8)]
-    case.insert([*keyed, row("at", AvailableAt=NEVER, Priority=7, ExpiresAt=FUTURE), row("sent", SentAt=DAY)])
+    case.insert(
+        [*keyed, row("at", AvailableAt=NEVER, Priority=7), row("end", ExpiresAt=FUTURE), row("sent", SentAt=DAY)]
+    )
     copy = place(own_database.database_id)
     rows = tasks(case.spark, case.target).where("SentAt IS NULL").orderBy("Id")
     write(rows.coalesce(1), copy, maxRowsPerSecond="1000")
@@ -452,7 +454,7 @@ def test_a_repeated_micro_batch_registers_nothing_twice(case: Case, how: str):  
             .trigger(availableNow=True)
             .start()
         )
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(150)
         return query.recentProgress
 
     run(0)
