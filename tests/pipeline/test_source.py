@@ -18,7 +18,6 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.datasource import EqualTo, GreaterThan, InputPartition
-from pyspark.sql.types import DoubleType, MapType, StringType, StructType
 from pyspark.testing import assertSchemaEqual
 
 from outbox.admin import operator_sql
@@ -382,43 +381,6 @@ def test_filters_of_spark_narrow_the_read(case: Case, monkeypatch: pytest.Monkey
         planned = reader.partitions()
         assert {type(each.value[0]) for each in planned} == {part}
         assert 0 < sum(batch.num_rows for each in planned for batch in reader.read(each)) <= 200
-
-
-#: The names and types of columns, options, and how the error begins.
-REFUSED: list[tuple[str, dict[str, str], str]] = [
-    ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
-    ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
-    ("data string, topic string, colour integer", {}, "Unknown column 'colour'. Drop it or add it"),
-    ("data string, topic string, Topic string", {}, "Column 'topic' is there twice"),
-    ("Data string, Topic string", {}, "Column Data is string, but must be a serialized PubsubMessage, as the source"),
-    ("data string, topic integer", {}, "Column topic is int, but must be a text. If it has no value, drop the column"),
-    ("data integer, topic string", {}, "Column data is int, but must be a text"),
-    ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
-    ("data string, topic string, task_id long", {}, "Column task_id is bigint, but must be a text"),
-    ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
-    ("data string, topic string, at_most_once integer", {}, "Column at_most_once is int, but must be true or false"),
-    ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
-    ("data string, topic string, attributes map", {}, "Column attributes is map<string,double>, but"),
-    ("data string, topic string", {"key": "n"}, "Key column 'n' is missing. The rows have data, topic"),
-    ("data string, topic string, n double", {"key": "n"}, "Key column n is double. Cast it to a string"),
-    ("data string, topic string", {"state": "sent"}, "Unknown option state. Known options: topic, key, max"),
-    ("data string, topic string", {"maxRowsPerSecond": "-1"}, "Option maxRowsPerSecond: '-1' is not allowed"),
-]
-
-
-@pytest.mark.parametrize(("schema", "more", "said"), REFUSED)
-def test_columns_and_options_are_checked_before_spark_tasks_start(schema: str, more: dict[str, str], said: str):
-    source = OutboxDataSource({"project": "shop", "instance": "main", "database": "orders", **more})
-    columns = StructType()  # not of a DDL, which Spark would parse
-    for each in schema.split(", "):
-        name, type_ = each.split()
-        columns.add(name, MapType(StringType(), DoubleType()) if type_ == "map" else type_)
-    for writer in (source.writer, source.streamWriter)[: 1 + (pyspark.__version__ >= "4.1")]:
-        with pytest.raises(SettingError) as raised:
-            writer(columns, overwrite=False)
-        assert str(raised.value).startswith(said)
-    with pytest.raises(SettingError, match="can only be appended to"):
-        source.writer(columns, overwrite=True)
 
 
 def test_an_error_of_the_driver_is_one_sentence(spark: SparkSession, target: DatabaseSettings):

@@ -98,16 +98,6 @@ def test_invalid_utf_8_is_rejected_and_not_replaced(
     assert (good.reason is None) == (" in " in column or "csv" in name)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_utf_16_is_refused_with_a_remedy(spark: SparkSession, tmp_path: Path, encoding: str):
-    (tmp_path / "a.csv").write_text("data,topic\né,orders\n", encoding)
-    with pytest.raises(SettingError, match=r"a\.csv: the header .* is not valid UTF-8\. Convert the file to UTF-8"):
-        read(spark, f"{tmp_path}/a.csv", "auto")
-    (tmp_path / "a.jsonl").write_text('{"data":"a"}\n', encoding)
-    first, *_ = read(spark, f"{tmp_path}/a.jsonl", "auto", topic="orders").collect()
-    assert first.reason == f"the line is not valid UTF-8. {CONVERT}"
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_csv_follows_rfc_4180(spark: SparkSession, tmp_path: Path, end: str):
     """Quotes, commas and line breaks inside quotes do not change. A missing value is NULL, "" is an empty text."""
@@ -196,24 +186,6 @@ def test_a_line_break_in_a_value_of_csv_is_refused(spark: SparkSession, tmp_path
     is_open = broken.startswith(('"open', '"a\\"'))
     assert len(lost) == is_open
     assert len(found) - len(lost) + sum(each.line.count("more,orders") for each in lost) == 502 - is_open
-
-
-@pytest.mark.parametrize(
-    ("head", "said"),
-    [
-        ("data;topic\na;orders\n", "has no comma, but ';'. Separate the values by commas"),
-        ("data\ttopic\n", r"has no comma, but '\\t'"),
-        ("data,topic\ra,orders\r", "contains a carriage return. End each line with LF or CR LF"),
-        ("data,topic,data\n", "has the column 'data' twice"),
-        ("data,topic,\n", "has a column without a name. Is there a comma too many"),
-        ('data,"topic\n', "has bad quotes: unexpected end of data"),
-        (" \n\n", "is empty. It must have the names of the columns"),
-    ],
-)
-def test_the_error_of_a_header_says_what_is_wrong(spark: SparkSession, tmp_path: Path, head: str, said: str):
-    (tmp_path / "a.csv").write_bytes(head.encode())
-    with pytest.raises(SettingError, match=rf"--input file:.*/a\.csv: the header .* {said}"):
-        read(spark, f"{tmp_path}/a.csv", "auto", multi_line=True)
 
 
 def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Path):
