@@ -31,6 +31,7 @@ _PATH = matching(r"\S(?:.*\S)?", "a path or URL that Spark can use, such as gs:/
 #: Without the characters of a glob, because Spark would expand them.
 _NO_PATTERN = r"[^\s*?\[\]{}](?:[^*?\[\]{}]*[^\s*?\[\]{}])?"
 _FOLDER = matching(_NO_PATTERN, "a path or URL, without any of *?[]{}")
+REJECTS = _FOLDER
 _ANY_FOLDER = matching(f"(?:{_NO_PATTERN})?", f"{_FOLDER.allowed}; or nothing")
 _ANY_PATH, _ANY_TABLE, _ANY_NAME = (
     matching(r"(?:\S(?:.*\S)?)?", f"{allowed}; or nothing")
@@ -38,8 +39,7 @@ _ANY_PATH, _ANY_TABLE, _ANY_NAME = (
 )
 _ANY_TOPIC = matching(r"\S*", "a topic, or nothing")
 _ANY_MOMENT = SettingType(lambda text: MOMENT.parse(text) if text else None, f"{MOMENT.allowed}; or nothing")
-REJECTS = matching(_PATH.pattern, "a path, or a URL of a file system of pyarrow, such as gs://bucket/folder")
-_RATE = whole_number(0, 10_000_000)
+RATE = whole_number(0, 10_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RegisterSettings(JobSettings):
     select: str = setting(
         "",
         SettingType(str, "expressions of Spark's SQL with names, separated by commas; or nothing"),
-        "Spark SQL that makes the columns of the tasks from those of the input: to_json(struct(*)) AS data.",
+        "Spark SQL that makes the columns of the tasks from those of the input, such as customer AS ordering_key.",
     )
     multi_line: bool = setting(
         "false",
@@ -79,7 +79,7 @@ class RegisterSettings(JobSettings):
         matching(r"(?:[^,\s][^,]*(?:,[^,\s][^,]*)*)?", "names of columns, separated by commas, or nothing"),
         "Columns from which the task ID derives. If empty, the ID is the column task_id or derives from all columns.",
     )
-    max_rows_per_second: int = setting("0", _RATE, "Max rows per second of the whole job. 0 is no limit.")
+    max_rows_per_second: int = setting("0", RATE, "Max rows per second of the whole job. 0 is no limit.")
 
     def __post_init__(self) -> None:
         """Check that there is one input, and its format. Raises SettingError."""
@@ -185,7 +185,7 @@ class ReplaySettings(JobSettings):
         SettingType(str, "an expression of Spark's SQL, or nothing"),
         "Only tasks for which this Spark SQL predicate is true.",
     )
-    max_rows_per_second: int = setting("0", _RATE, "Max tasks per second of the whole job. 0 is no limit.")
+    max_rows_per_second: int = setting("0", RATE, "Max tasks per second of the whole job. 0 is no limit.")
 
     def __post_init__(self) -> None:
         """Check that tasks are selected. Raises SettingError."""

@@ -43,10 +43,18 @@ DERIVED = t.StructType([*required(State=_TEXT), *optional(Attributes=_ATTRIBUTES
 #: All columns of the data source.
 TASK = t.StructType([*TABLE, *DERIVED])
 
-#: A row to register, after its columns were parsed. `reason` is why the row is rejected, or NULL.
+#: A row to register, after its columns were parsed. `created_at` orders the tasks of a key that the table already has.
+#: `reason` is why the row is rejected, or NULL.
 INPUT = optional(
     task_id=_TEXT, topic=_TEXT, data=_BYTES, attributes=t.MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT,
-    available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
+    available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, created_at=_TIME, file=_TEXT,
+    line=_TEXT, reason=_TEXT,
+)  # fmt: skip
+#: A rejected row. Its columns, except `reason`, `file` and `line`, can be registered again.
+REJECT = optional(
+    reason=_TEXT, file=_TEXT, line=_TEXT, task_id=_TEXT, topic=_TEXT, data_base64=_TEXT,
+    attributes=t.MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT, available_at=_TEXT, expires_at=_TEXT,
+    at_most_once=_FLAG, sequence=_NUMBER,
 )  # fmt: skip
 
 #: An archived task: the table's columns, and the day of SentAt in UTC.

@@ -30,7 +30,7 @@ from pyspark.sql import functions as f
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.texts import EPOCH, MICROSECOND
+from outbox_pipeline.rows.texts import EPOCH, MICROSECOND
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.stack_traces import spark_errors
 

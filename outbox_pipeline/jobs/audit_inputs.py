@@ -20,7 +20,7 @@ from outbox.table.connection import open_database
 from outbox.table.transactions import retry_and_timeout, table_errors
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings, format_of
-from outbox_pipeline.jobs.texts import ADDED, ADDED_PREFIXES, EPOCH
+from outbox_pipeline.rows.texts import ADDED, ADDED_PREFIXES, EPOCH
 from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS, KeyPart, column, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
 from outbox_pipeline.spark.files import checked, read_all_columns, read_table

@@ -3,51 +3,50 @@
 It reads and sorts the rows. `register_rows` checks and inserts them in Spark tasks.
 """
 
-import csv
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
-from pyspark.errors import AnalysisException
-from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
-from pyspark.sql.types import StringType, StructType
+from pyspark.sql.streaming.listener import StreamingQueryListener
+from pyspark.sql.types import ArrayType, StringType
 
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.job_settings import RegisterSettings, format_of_input
-from outbox_pipeline.jobs.register_rows import (
+from outbox_pipeline.job_settings import REJECTS, RegisterSettings, format_of_input
+from outbox_pipeline.jobs.register_select import NULLS, selected
+from outbox_pipeline.rows.register_rows import (
     ANSWER,
     COLUMNS,
+    COUNTS,
+    FILE,
+    HIDDEN,
+    KNOWN,
     LINE,
-    PARSE_ERROR,
-    REJECTS,
-    UNPARSED,
+    WHY,
     check,
     complete,
-    new_run,
+    complete_lines,
+    register_in_key_order,
     register_rows,
+    report,
 )
-from outbox_pipeline.jobs.texts import CONVERT
+from outbox_pipeline.rows.text_files import TextFiles, header
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.files import Input, checked, read_all_columns, read_table
-from outbox_pipeline.spark.spark_tasks import divided, map_rows, placed, totals
+from outbox_pipeline.spark.files import Folder, Input, checked, is_connect, read_all_columns, read_table, whole_files
+from outbox_pipeline.spark.spark_tasks import divided, map_rows, new_run, parallelism, placed
 from outbox_pipeline.spark.stack_traces import spark_errors
-
-#: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
-_BYTES = "ISO-8859-1"
-#: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL. It is not valid UTF-8.
-_EMPTY = "\xffan empty text\xff"
 
 #: A line that ends within quotes: values with and without quotes, and then quotes that are not closed. Its quantifiers
 #: never go back, so a long line costs neither time nor stack.
 _OPEN = r"""^(?:(?:"(?:[^"]++|"")*+"[^,]*+|[^",][^,]*+)?+,)*+"(?:[^"]++|"")*+\z"""
-#: What other programs write to CSV for NULL.
-_NULL, _NULL_DATA = r"^(?:NULL|null|\\N|\(null\)|<NA>|NaN|nan|None)$", r"^(?:NULL|\\N)$"
+_TEXT = StringType()
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -96,7 +95,7 @@ def register(
     """
     if dataframe.isStreaming:
         raise SettingError(
-            "The DataFrame is a stream. Write it with writeStream.format('outbox'), or call register in foreachBatch"
+            "The DataFrame is a stream. Write it with writeStream.format('outbox'), or pass it to register_stream"
         )
     target = DatabaseSettings.read(
         {"project": project, "instance": instance, "database": database, "database_role": database_role}
@@ -111,14 +110,11 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
     if settings.input_table:
         rows = read_table(spark, "--input-table", settings.input_table)
+        tasks = prepared(selected(rows, settings.select) if settings.select else rows, topic=settings.topic, key=key)
     else:
-        options = {"any_columns": bool(settings.select), "multi_line": settings.multi_line}
-        rows = read(spark, settings.input, settings.input_format, key, **options)
-    if settings.select:
-        rows = selected(rows, settings.select)
-    tasks = prepared(rows, topic=settings.topic, key=key)
-    rejects = REJECTS.value(settings.rejects, "--rejects")
-    done = _register(tasks, settings, rejects, settings.max_rows_per_second)
+        how = {"select": settings.select, "topic": settings.topic}
+        tasks = read(spark, settings.input, settings.input_format, key=key, multi_line=settings.multi_line, **how)
+    done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
     if done.rejected:
         extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
         text = "%s rows were rejected. Write the rows in %s to a new file, correct them there, and register that file"
@@ -130,133 +126,111 @@ def read(
     spark: SparkSession,
     path: str,
     format: str,
-    key: Sequence[str] = (),
     *,
-    any_columns: bool = False,
+    select: str = "",
+    topic: str = "",
+    key: Sequence[str] = (),
     multi_line: bool = False,
 ) -> DataFrame:
-    """Return the rows of files, with the columns of the job, or with `any_columns`, in the types that Spark finds.
+    """Return the rows of files as `prepared` does. `select` makes their columns, and a row that it cannot is rejected.
 
     `multi_line` says that values of CSV files can have line breaks.
 
-    Raises SettingError if the format is auto and the extension is unknown, and OutboxError if Spark would not read all
+    Raises SettingError if a column is unknown, missing or of a wrong type, and OutboxError if Spark would not read all
     rows, or would read deleted ones.
     """
     format = format_of_input(path, format)
     given = checked(spark, path, format, (*COLUMNS, *key))
+    if multi_line and format == "csv":
+        given = whole_files(given)
     if format == "parquet":
-        return read_all_columns(given)
+        rows = read_all_columns(given).withColumn(FILE, f.expr("_metadata.file_path"))
+        return prepared(selected(rows, select) if select else rows, topic=topic, key=key)
+    lines = _lines(given)
     if format == "csv":
-        return _read_csv(given, multi_line=multi_line)
-    if any_columns:
-        rows = given.reader().json(path, columnNameOfCorruptRecord=UNPARSED)
-        if UNPARSED not in rows.columns:
-            return rows
-        return rows.withColumn(PARSE_ERROR, f.when(f.col(UNPARSED).isNotNull(), f.lit("the line is not a JSON object")))
-    lines = given.reader().text(path).where(f.col("value").rlike(r"\S"))
-    # As bytes, because Spark would replace invalid UTF-8.
-    return lines.withColumn("value", f.col("value").cast("binary")).withColumnRenamed("value", LINE)
+        files = TextFiles(_headers(lines, multi_line=multi_line), given.columns)
+        names = dict.fromkeys(name for head in (files.heads or {}).values() for name in head)
+        given.check_columns(names)
+        names |= dict.fromkeys(given.columns)
+    elif select:
+        files = TextFiles(None, given.columns)
+        names = dict.fromkeys([*_members(files, lines), *given.columns])
+    else:
+        names = dict.fromkeys([*COLUMNS, *key, *given.columns])
+        files = TextFiles(None, given.columns, KNOWN.union(key) - {*given.columns})
+    if select:
+        rows = selected(_staged(files, lines, [*names]), select)
+        if format == "json" and not {"data", "data_base64"} & {*rows.columns}:
+            rows = rows.withColumn("data", f.when(f.col(WHY).isNull(), f.col(LINE)))
+        return prepared(rows, topic=topic, key=key)
+    check(schemas.optional(**dict.fromkeys(names, _TEXT)), topic, key)
+
+    def completed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for found in complete_lines(files, topic, key, batches):
+            yield pa.RecordBatch.from_pylist(found, schemas.arrow(schemas.INPUT))
+
+    return lines.mapInArrow(completed, schemas.INPUT)
 
 
-def _read_csv(given: Input, *, multi_line: bool) -> DataFrame:
-    """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError, OutboxError."""
-    path, of_folders = given.path, given.columns
-    # If Spark detected the line separator itself, it would also change line breaks inside quotes.
-    first = given.reader_of_files().text(path, lineSep="\n").first()
-    end = "\r\n" if first and first["value"].endswith("\r") else "\n"
-    if not multi_line:
-        _check_lines(given, end)
-    options: dict[str, Any] = {
-        "header": True, "quote": '"', "escape": '"', "multiLine": multi_line, "lineSep": end, "emptyValue": _EMPTY,
-        "encoding": _BYTES, "maxColumns": 1_000_000,  # Spark refuses a file with a longer line
-    }  # fmt: skip
-    head = given.reader_of_files().options(**options).csv(path)
-    if not head.columns:
-        raise SettingError(f"--input {path}: the file is empty. Its first line must be a header with names of columns")
-    schema = StructType([*head.schema, *schemas.optional(**{UNPARSED: StringType()})])
-    options |= {"enforceSchema": False, "columnNameOfCorruptRecord": UNPARSED}
-    rows = given.reader().schema(schema).options(**options).csv(path)
-    why = f.when(
-        f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
-    )
-    columns = head.columns
-    if end == "\n":  # otherwise the last value of the line would end with a carriage return
-        last = f.col(f"`{columns[-1]}`")
-        why = why.when(last.endswith("\r"), f.lit("the line ends with CR LF, but the header with LF"))
-    texts = {name: f.col(f"`{name}`") for name in (*columns, UNPARSED)}
-    decoded = {
-        _name(name, path): f.when(text == _EMPTY, f.lit("")).otherwise(f.encode(text, _BYTES).cast("string"))
-        for name, text in texts.items()
-    }
-    given.check_columns(decoded)
-    decoded |= {name: f.col(f"`{name}`") for name in of_folders}  # Spark reads names of folders as UTF-8
-    read = rows.select(*(text.alias(name) for name, text in decoded.items()), why.alias(PARSE_ERROR))
-    return _without_null_texts(read, [name for name in decoded if name != UNPARSED], of_folders)
+def _lines(given: Input) -> DataFrame:
+    """Return the lines of text files as bytes, their files, where their parts of the files begin, and their folders."""
+    columns = ["CAST(value AS BINARY)", "_metadata.file_path", "_metadata.file_block_start"]
+    lines = given.reader().text(given.path, lineSep="\n").selectExpr(*columns, *(f"`{name}`" for name in given.columns))
+    return lines.toDF("value", "file", "begin", *map(str, range(len(given.columns))))
 
 
-def _check_lines(given: Input, end: str) -> None:
-    """Raise OutboxError if a value has a line break, because Spark would divide it while it divides the file."""
-    lines = given.reader_of_files().text(given.path, lineSep=end)
-    broken = lines.where(f.col("value").rlike(_OPEN) | f.col("value").contains("\n"))
-    if found := broken.select("_metadata.file_path", f.substring("value", 1, 80).alias("line")).first():
-        raise OutboxError(
-            f"{found.file_path}: a value has a line break, or quotes that are not closed, in the line "
-            f"{found.line!r}. If values have line breaks, pass --multi-line: one Spark task then reads a whole file. "
-            "Otherwise correct the line"
-        )
+def _headers(lines: DataFrame, *, multi_line: bool) -> dict[str, list[str]]:
+    """Return the columns of each CSV file. Raises OutboxError if a value has a line break that is not announced.
 
-
-def _without_null_texts(rows: DataFrame, columns: Sequence[str], of_folders: Sequence[str]) -> DataFrame:
-    """Reject rows with a text that other programs write for NULL. Spark does not tell whether the text is in quotes."""
-    nulls = {name: f.col(f"`{name}`").rlike(_NULL_DATA if name == "data" else _NULL) for name in columns}
-    reasons = [
-        f.when(
-            is_null, f.lit(f"{name} is a text for NULL. In CSV, write nothing for NULL. JSON lines can have this text")
-        )
-        for name, is_null in nulls.items()
-    ]
-    reason = f.coalesce(PARSE_ERROR, *reasons)
-    if of_folders:  # the line does not have their columns
-        values = [f.concat(f.lit(f"{name}="), f.coalesce(f.col(f"`{name}`"), f.lit("NULL"))) for name in of_folders]
-        reason = f.concat(reason, f.lit(" (folder "), f.concat_ws("/", *values), f.lit(")"))
-    # So that nobody can register the line by accident.
-    line = f.concat(f.lit("(a text can mean NULL) "), f.to_json(f.struct(*(f.col(f"`{name}`") for name in columns))))
-    return rows.withColumns(
-        {
-            UNPARSED: f.coalesce(UNPARSED, f.when(f.greatest(*nulls.values(), f.lit(False)), line)),
-            PARSE_ERROR: reason,
-        }
-    )
-
-
-def _name(column: str, path: str) -> str:
-    """Decode the name of a column, without a byte order mark. Raises SettingError."""
-    try:
-        name = column.encode(_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        name = "\0"
-    if "\0" in name:  # UTF-16 has null characters
-        raise SettingError(f"--input {path}: the header {column!r} is not valid UTF-8. {CONVERT}")
-    # After a byte order mark, Spark keeps the quotes.
-    return name if name.encode().decode(_BYTES) == column else next(csv.reader([name]))[0]
-
-
-def selected(rows: DataFrame, select: str) -> DataFrame:
-    """Return the columns that Spark SQL makes of the rows. A line that cannot be parsed is kept as it is.
-
-    Raises SettingError with Spark's own position in `select`.
+    Spark would divide the value while it divides the file.
     """
-    # Under other names, because * selects the columns, too.
-    ours = {f"outbox{name}": name for name in (UNPARSED, PARSE_ERROR) if name in rows.columns}
-    more = "".join(f", {name} AS {renamed}" for renamed, name in ours.items())
-    literal = select.replace("{", "{{").replace("}", "}}")
-    try:
-        found = rows.sparkSession.sql(f"SELECT\n{literal}\n{more} FROM {{rows}}", rows=rows)
-    except AnalysisException as error:
-        sentence = re.sub(r";? *SQLSTATE: \w+", "", str(error).strip().partition("\n")[0]).rstrip("; ")
-        where = re.sub(r"line (\d+)", lambda found: f"line {int(found[1]) - 1}", sentence)
-        raise SettingError(f"--select: {where}") from None
-    return found.drop(*ours.values()).withColumnsRenamed(ours)
+    text = f.col("value").cast("string")
+    broken = f.lit(None) if multi_line else f.when(text.rlike(_OPEN), f.substring(text, 1, 80))
+    first = f.when((f.col("begin") == 0) & text.rlike(r"\S"), f.substring("value", 1, 100_000))
+    found = lines.groupBy("file").agg(
+        f.first(first, ignorenulls=True).alias("head"), f.first(broken, ignorenulls=True).alias("line")
+    )
+    heads = {}
+    for file, head, line in sorted(found.collect()):
+        heads[file] = header(file, head and bytes(head))
+        if line is not None:
+            raise OutboxError(
+                f"{file}: a value has a line break, or quotes that are not closed, in the line {line!r}. If values "
+                "have line breaks, pass --multi-line: one Spark task then reads a whole file. Otherwise correct the "
+                "line: quotes inside of quotes are doubled, not escaped by a backslash"
+            )
+    return heads
+
+
+def _members(files: TextFiles, lines: DataFrame) -> list[str]:
+    """Return the names of the members of all JSON lines."""
+
+    def names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        found = dict.fromkeys(name for record in files.records(batches) for name in record.values)
+        yield pa.RecordBatch.from_arrays([pa.array([*found], pa.string())], ["name"])
+
+    found = dict.fromkeys(name for (name,) in lines.mapInArrow(names, "name string").collect())
+    return [name for name in found if name not in files.folders]
+
+
+def _staged(files: TextFiles, lines: DataFrame, names: Sequence[str]) -> DataFrame:
+    """Return the values of text files, and columns that `selected` hides."""
+    places = [str(number) for number in range(len(names))]  # because mapInArrow refuses a dot in a name
+    schema = schemas.optional(**dict.fromkeys([*places, *HIDDEN], _TEXT), **{NULLS: ArrayType(_TEXT)})
+    wanted = schemas.arrow(schema)
+
+    def staged(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        records = files.records(batches)
+        while some := list(islice(records, 1_000)):
+            columns = [[each.values.get(name) for each in some] for name in names]
+            hidden = ([getattr(each, name) for each in some] for name in ("file", "line", "why", "nulls"))
+            yield pa.RecordBatch.from_arrays(
+                [pa.array(column, pa.string()) for column in columns]
+                + [pa.array(column, type_) for column, type_ in zip(hidden, wanted.types[-4:], strict=True)],
+                schema=wanted,
+            )
+
+    return lines.mapInArrow(staged, schema).toDF(*names, *HIDDEN, NULLS)
 
 
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
@@ -283,16 +257,79 @@ def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
     """
     # Rows with equal IDs are adjacent, whatever their sequences. Otherwise a later row would find its task in the
     # table, where it looks like a task that an earlier attempt of the Spark task wrote.
-    first = f.min("sequence").over(Window.partitionBy("_place", "task_id"))
+    has_order = f.col("created_at").isNotNull() | f.col("sequence").isNotNull()
+    order = f.when(has_order, f.struct("created_at", "sequence"))
+    first = f.min(order).over(Window.partitionBy("_place", "task_id"))
     # The hash makes the order of two different rows with one ID deterministic.
     whole = f.xxhash64("topic", "data", f.to_json(f.struct(f.array_sort(f.map_entries("attributes")))), "priority")
     ordered = placed(tasks, partitions, "ordering_key", "task_id", "line").withColumn("_first", first)
     return ordered.sortWithinPartitions("ordering_key", "_first", "task_id", "sequence", whole).drop("_place", "_first")
 
 
+def register_stream(
+    stream: DataFrame,
+    *,
+    project: str | None = None,
+    instance: str | None = None,
+    database: str | None = None,
+    database_role: str | None = None,
+    topic: str = "",
+    key: Sequence[str] = (),
+    max_rows_per_second: int = 0,
+) -> DataFrame:
+    """Return the rejected rows of a stream. A query that writes them registers the other rows.
+
+    Its progress has the counts of each batch as `observedMetrics["outbox"]`. They are logged, and sent as a metric. The
+     arguments are those of `register`. Raises SettingError.
+    """
+    given = {"project": project, "instance": instance, "database": database, "database_role": database_role}
+    spark, target = stream.sparkSession, DatabaseSettings.read(given)
+    parts, rate = divided(spark, max_rows_per_second)
+    # Spark does not merge the partitions of a stream.
+    tasks = placed(
+        prepared(stream, topic=topic, key=key), parts or parallelism(spark), "ordering_key", "task_id", "line"
+    )
+    answers = map_rows(tasks.drop("_place"), ANSWER, register_in_key_order, target, rate)
+    if spark not in _REPORTERS:
+        _REPORTERS[spark] = _Reporter()
+        spark.streams.addListener(_REPORTERS[spark])
+    return rejected(answers, "outbox")
+
+
+class _Reporter(StreamingQueryListener):
+    """Logs and counts the outcomes of the rows of streams."""
+
+    def onQueryStarted(self, event: Any) -> None:  # noqa: N802 - Spark's name
+        """Do nothing."""
+
+    def onQueryProgress(self, event: Any) -> None:  # noqa: N802 - Spark's name
+        """Report the outcomes of a batch."""
+        if counts := event.progress.observedMetrics.get("outbox"):
+            report("stream", {name: counts[name] or 0 for name in COUNTS}, event.progress.batchId)
+
+    def onQueryTerminated(self, event: Any) -> None:  # noqa: N802 - Spark's name
+        """Do nothing."""
+
+
+#: The one of each session.
+_REPORTERS = WeakKeyDictionary[SparkSession, _Reporter]()
+
+
 def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
-    folder = f"{rejects}/{new_run()}"
+    folder = f"{rejects.rstrip('/')}/{new_run()}"
     began = open_table(target).now()
     parts, rate = divided(tasks.sparkSession, per_second)
-    counts = totals(map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate, folder))
+    answers = map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate)
+    counted = Observation()
+    rejected(answers, counted).write.json(folder)
+    counts = {name: counted.get[name] or 0 for name in COUNTS}
+    if not counts["rejected"] and not is_connect(tasks.sparkSession):
+        Folder(tasks.sparkSession, folder).delete()
     return Registered(read=sum(counts.values()), **counts, rejects=folder if counts["rejected"] else None)
+
+
+def rejected(answers: DataFrame, observed: Observation | str) -> DataFrame:
+    """Return the rejected rows of ANSWER. Spark counts the outcomes while they are written."""
+    counts = [f.sum(name).alias(name) for name in COUNTS]
+    first, *others = counts
+    return answers.observe(observed, first, *others).where("reject IS NOT NULL").select("reject.*")

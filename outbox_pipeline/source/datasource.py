@@ -1,20 +1,21 @@
-"""The format `outbox` of `spark.read`, `readStream`, `write` and `writeStream`, and reads of the table by the jobs.
+"""The readers and writers of the format `outbox`, and reads of the table by the jobs.
 
 Spark creates these objects in a Python process next to the driver, plans there, and sends readers, their parts and
 writers to executors. The API is from Spark 4.0:
 https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
 """
 
+import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
-from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import (
-    DataSource,
     DataSourceArrowWriter,
     DataSourceReader,
     DataSourceStreamReader,
@@ -26,15 +27,18 @@ from pyspark.sql.types import StructType
 from outbox.admin.table import LayoutChanged, too_old
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import MOMENT, DatabaseSettings, SettingType, one_of, resolved, whole_number
+from outbox.program import logs
+from outbox.program.settings import MOMENT, SWITCH, DatabaseSettings, SettingType, one_of, resolved, whole_number
 from outbox.table.states import CANCELLED, STATES
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register_rows import REJECTS, check, complete, new_run, register_rows
-from outbox_pipeline.jobs.texts import MICROSECOND
+from outbox_pipeline.job_settings import RATE
+from outbox_pipeline.rows.register_rows import COUNTS, Writer, check, complete, in_key_order, json_line, report
+from outbox_pipeline.rows.texts import MICROSECOND
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.parts import RowFilter
+from outbox_pipeline.source.filters import ColumnFilter, bounds, equal, of_columns
+from outbox_pipeline.source.parts import IdsPart, RowFilter
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.spark_tasks import read_partitions, read_parts
+from outbox_pipeline.spark.spark_tasks import Pace, read_partitions, read_parts
 from outbox_pipeline.spark.stack_traces import without_stack_trace
 
 try:
@@ -84,13 +88,14 @@ OF_READER = {
     "readTimestamp": MOMENT,
     "partitions": whole_number(1, 100_000),
     "maxRowsPerTrigger": whole_number(1, 1_000_000_000),
+    "failOnDataLoss": SWITCH,
 }
 _OF_WRITER = {
     "topic": SettingType(str, "a topic"),
     "key": SettingType(
         lambda text: tuple(name.strip() for name in text.split(",")), "names of columns, separated by commas"
     ),
-    "rejects": REJECTS,
+    "maxRowsPerSecond": RATE,
 }
 
 
@@ -98,7 +103,8 @@ def parse(
     options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
 ) -> tuple[dict[str, Any], DatabaseSettings]:
     """Return the values of the `options` that are given, and their database. Raises SettingError."""
-    given = {name.lower(): value for name, value in options.items()}
+    # Spark passes the options of CREATE TABLE twice.
+    given = {name.lower(): value for name, value in options.items() if not name.lower().startswith("option.")}
     known = (*kinds, *_DATABASE)
     if unknown := sorted(given.keys() - {name.lower() for name in (*known, *ignored)}):
         raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join(known)}")
@@ -107,6 +113,8 @@ def parse(
     }
     return values, DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()})
 
+
+_log = logging.getLogger("outbox_pipeline")
 
 _DECODED = StructType([schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]])
 
@@ -176,6 +184,8 @@ class _Reading:
 class OutboxReader(_Reading, DataSourceReader):
     """Reads the table at one timestamp."""
 
+    filters: tuple[ColumnFilter, ...] = ()
+
     def __init__(self, options: dict[str, Any], database: DatabaseSettings, schema: StructType) -> None:
         self._parsed, self._schema = (options, database), schema
 
@@ -201,12 +211,33 @@ class OutboxReader(_Reading, DataSourceReader):
         """Return the parts of a selection as of `at`."""
         table = self._table
         table.read_layout()
+        if self.filters:
+            states = equal(self.filters, "State") or []
+            state = selection.state or (states[0] if len(states) == 1 else None)
+            columns = tuple(each for each in self.filters if each[0] != "State")
+            selection = replace(selection, state=state, filters=columns)
+        if (ids := equal(self.filters, "Id")) is not None:
+            divided = [IdsPart(tuple(ids[start :: self._count])) for start in range(min(self._count, len(ids)))]
+            return [InputPartition((part, selection, at, table.layout)) for part in divided]
         found: Sequence[parts.Part] = parts.key_parts(self._count)
-        if selection.since and selection.states and {*selection.states} <= {"sent", CANCELLED}:
-            until = min(filter(None, (selection.until, at + MICROSECOND)))
-            if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
-                found = parts.sent_parts(table.layout.ids, selection.since, until, self._count)
+        earliest, latest = bounds(self.filters, "SentAt")
+        if selection.states and {*selection.states} <= {"sent", CANCELLED}:
+            earliest += [selection.since] if selection.since else []
+            latest += [selection.until - MICROSECOND] if selection.until else []
+        if earliest:
+            since, until = max(earliest), min([at, *latest]) + MICROSECOND
+            if since < until and parts.share_of_sent(table, since, until, at) < parts.INDEX_PAYS:
+                found = parts.sent_parts(table.layout.ids, since, until, self._count)
         return [InputPartition((part, selection, at, table.layout)) for part in found]
+
+
+class FilteringReader(OutboxReader):
+    """Reads only the tasks that Spark's filters can select. Spark applies the filters again."""
+
+    def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
+        """Take the filters of the table's columns."""
+        self.filters = of_columns(filters)
+        return iter(filters)
 
 
 class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -226,6 +257,9 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         self._first: datetime | None = None
         #: The end of a query with Trigger.AvailableNow.
         self._target: datetime | None = None
+        #: Up to when tasks are sent that are not read yet, and the last period that was read too late.
+        self._known: dict[str, str] | None = None
+        self._gap = ""
 
     @cached_property
     def _parsed(self) -> tuple[dict[str, Any], DatabaseSettings]:  # type: ignore[override]  # when Spark calls a method, whose error it passes on
@@ -274,6 +308,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             self._last, self._first = _offset(self._first), None
             return self._last
         begin, now = start or self._last, self._table.now()
+        self._known = None
         most = getattr(limit, "max_rows", 0) if limit else self._max_rows
         until = self._target or now
         if begin is None:
@@ -281,8 +316,14 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         else:
             found = self._end(_time(begin), until, now, most)
             end = begin if found is None else _offset(found, now)
+            self._known = None if found is None else _offset(until)
         self._last = end
         return end
+
+    def reportLatestOffset(self) -> dict[str, str] | None:  # noqa: N802 - Spark's name
+        """Return the offset up to which unread tasks are sent, and the last gap, for the progress of the query."""
+        known = self._known or self._last
+        return known and known | ({"gap": self._gap} if self._gap else {})
 
     @without_stack_trace()
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
@@ -292,12 +333,20 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         if until <= since:
             return []
         if not table.keeps(at):
-            raise OutboxError(
-                f"The batch of tasks sent after {shown(since)} was not finished when the query ended, and "
-                f"{too_old(at)}. To continue, start with a new checkpoint, a new output folder and the option "
-                f"since={shown(since)}. The stream then repeats the tasks sent since that time. In the former folder, "
-                "Spark would skip the first batches of a new checkpoint"
+            if self._parsed[0].get("failOnDataLoss", True):
+                raise OutboxError(
+                    f"The batch of tasks sent after {shown(since)} was not finished when the query ended, and "
+                    f"{too_old(at)}. To continue, start with a new checkpoint, a new output folder and the option "
+                    f"since={shown(since)}. The stream then repeats the tasks sent since that time. In the former "
+                    "folder, Spark would skip the first batches of a new checkpoint. To continue with the next tasks "
+                    "instead, pass the option failOnDataLoss=false"
+                )
+            at, self._gap = table.now(), f"{shown(since)}/{shown(until)}"
+            logs.configure()
+            text = (
+                "Spanner no longer keeps versions of the tasks sent in %s. Those sent again or deleted since are lost"
             )
+            _log.warning(text, self._gap, extra={"action": "gap"})
         # OUT-SPARK-2: `since` is exclusive, and `until` inclusive.
         found = parts.sent_parts(table.layout.ids, since + MICROSECOND, until + MICROSECOND, self._count)
         selection = RowFilter(("sent",), self._parsed[0].get("topic"))
@@ -346,29 +395,48 @@ class _Writing:
     a row whose task exists is not registered again. That is why there is nothing to commit or to abort.
     """
 
+    @without_stack_trace()
     def __init__(self, options: Mapping[str, str], schema: StructType, overwrite: bool) -> None:
         """Check options and columns. Raises SettingError."""
         if overwrite:
             raise SettingError("The outbox can only be appended to: pass mode('append') or outputMode('append')")
-        values, self._database = parse(options, _OF_WRITER, ignored=("checkpointLocation", "queryName"))
+        of_table = ("checkpointLocation", "queryName", "columns", "path")  # of the query, or of CREATE TABLE
+        values, self._settings = parse(options, _OF_WRITER, ignored=of_table)
         self._topic, self._key = values.get("topic", ""), values.get("key", ())
-        self._names = schema.fieldNames()
-        self._rejects: str | None = values.get("rejects")
-        self._run = new_run()
+        self._rate, self._names = float(values.get("maxRowsPerSecond", 0)), schema.fieldNames()
         check(schema, self._topic, self._key)
 
     @without_stack_trace()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Register the rows of a partition in their order. Spark calls this on an executor."""
-        rows = complete(self._names, self._topic, self._key, iterator)  # OUT-SPARK-3: with IDs
-        task: Any = TaskContext.get()
-        # Spark sets these properties for the Spark tasks of a micro-batch.
-        query, number = map(task.getLocalProperty, ("sql.streaming.queryId", "streaming.sql.batchId"))
-        folder = self._rejects and f"{self._rejects}/{f'{query}/{number}' if query else self._run}"
-        # Whether a task is new is only counted by the job.
-        for _ in register_rows(self._database, datetime.min.replace(tzinfo=UTC), 0.0, folder, rows):
-            pass
-        return WriterCommitMessage()
+        """Register the rows of a partition in the order of their keys. Spark calls this on an executor."""
+        table = open_table(self._settings)
+        writer = Writer(table, table.now(), _refuse, Pace(self._rate))
+        for row in in_key_order(complete(self._names, self._topic, self._key, iterator)):  # OUT-SPARK-3: with IDs
+            writer.add(row)
+        writer.flush()
+        return _Written(writer.counts)
+
+    @without_stack_trace()
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803 - Spark's name
+        """Log and count the outcomes. Spark calls this on the driver, once for each write or micro-batch."""
+        logs.configure()
+        written = [each.counts for each in messages if isinstance(each, _Written)]
+        report("sink", {name: sum(each[name] for each in written) for name in COUNTS}, batchId)
+
+
+@dataclass(frozen=True)
+class _Written(WriterCommitMessage):
+    """The outcomes of the rows of a partition."""
+
+    counts: dict[str, int]
+
+
+def _refuse(row: dict[str, Any]) -> None:
+    """Raise OutboxError for the first rejected row."""
+    raise OutboxError(
+        f"A row is rejected: {row['reason']}. The row is {(row['line'] or json_line(row | {'reason': None}))[:1000]}. "
+        "Correct it, or use outbox_pipeline.register or register_stream, which write rejected rows to a folder"
+    )
 
 
 class OutboxWriter(_Writing, DataSourceArrowWriter):
@@ -379,38 +447,19 @@ class OutboxStreamWriter(_Writing, DataSourceStreamArrowWriter):
     """Registers the rows of each micro-batch of a stream."""
 
 
-class OutboxDataSource(DataSource):
-    """The table AsynchronousTasks. docs/pipeline/source.md describes the options and columns."""
+@without_stack_trace()
+def schema_of(given: Mapping[str, str]) -> StructType:
+    """Return the columns that the options select."""
+    options, _ = parse(given, OF_READER | _OF_WRITER)
+    return StructType([schemas.TASK[name] for name in options.get("columns", schemas.TABLE.names)])
 
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `format(...)`."""
-        return "outbox"
 
-    @without_stack_trace()
-    def schema(self) -> StructType:
-        """Return the columns that the options select."""
-        options, _ = parse(self.options, OF_READER)
-        return StructType([schemas.TASK[name] for name in options.get("columns", schemas.TABLE.names)])
-
-    @without_stack_trace()
-    def reader(self, schema: StructType) -> "OutboxReader":
-        """Return the batch reader."""
-        options, database = parse(self.options, OF_READER)
-        if "maxRowsPerTrigger" in options:
-            raise SettingError("Option maxRowsPerTrigger is for streams only. Remove it")
-        return OutboxReader(options, database, _checked(schema))
-
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return the stream reader, which follows sent tasks."""
-        return OutboxStreamReader(self.options, schema)
-
-    @without_stack_trace()
-    def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
-        """Return the batch writer, which registers rows as tasks."""
-        return OutboxWriter(self.options, schema, overwrite)
-
-    @without_stack_trace()
-    def streamWriter(self, schema: StructType, overwrite: bool) -> OutboxStreamWriter:  # noqa: N802 - Spark's name
-        """Return the stream writer."""
-        return OutboxStreamWriter(self.options, schema, overwrite)
+@without_stack_trace()
+def reader_of(given: Mapping[str, str], schema: StructType) -> OutboxReader:
+    """Return the batch reader, in the process that pushes filters down one that takes them."""
+    options, database = parse(given, OF_READER)
+    if only := [name for name in ("maxRowsPerTrigger", "failOnDataLoss") if name in options]:
+        raise SettingError(f"Option {only[0]} is for streams only. Remove it")
+    # Spark refuses any other reader with this method unless spark.sql.python.filterPushdown.enabled is set.
+    pushes = "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
+    return (FilteringReader if pushes else OutboxReader)(options, database, _checked(schema))

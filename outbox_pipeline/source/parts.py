@@ -26,7 +26,9 @@ from outbox.table.ddl import LayoutShards, by_layout
 from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox.table.states import arrow_states
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.texts import MICROSECOND
+from outbox_pipeline.rows.texts import MICROSECOND
+from outbox_pipeline.source import filters
+from outbox_pipeline.source.filters import ColumnFilter
 from outbox_pipeline.spanner import Table
 
 #: Max tasks, and max bytes of messages, in a batch and so in memory. A single task can have 10 MB.
@@ -126,6 +128,7 @@ class RowFilter:
     topic: str | None = None
     since: datetime | None = None
     until: datetime | None = None
+    filters: tuple[ColumnFilter, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -133,7 +136,7 @@ class RowFilter:
         names = ["State"] if self.states else []
         names += ["Topic"] if self.topic is not None else []
         names += ["SentAt", "CreatedAt"] if self.since or self.until else []
-        return tuple(names)
+        return (*names, *(name for name, _, _ in self.filters))
 
     def mask(self, columns: Columns, at: datetime) -> pa.Array | None:
         """Return a mask of the selected tasks, or None if all are selected."""
@@ -144,6 +147,7 @@ class RowFilter:
             masks.append(pc.equal(columns["Topic"], self.topic))
         if self.since or self.until:
             masks.append(self.between(pc.coalesce(columns["SentAt"], columns["CreatedAt"])))
+        masks += [filters.mask(columns, each) for each in self.filters]
         return reduce(pc.and_, masks) if masks else None
 
     def between(self, times: pa.Array) -> pa.Array:
@@ -169,6 +173,18 @@ class KeyPart:
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the range of the table."""
         return _selected(_batches(table.rows(names, self.keys(), at), names), selection, at)
+
+
+@dataclass(frozen=True, slots=True)
+class IdsPart:
+    """The tasks with these IDs."""
+
+    ids: tuple[str, ...]
+
+    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
+        """Read the tasks by key."""
+        keys = KeySet(keys=[[id] for id in self.ids])
+        return _selected(_batches(table.rows(names, keys, at), names), selection, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +223,7 @@ class SentPart:
             yield from _batches(table.rows(names, keys, at), names)
 
 
-Part = KeyPart | SentPart
+Part = KeyPart | SentPart | IdsPart
 
 
 def key_parts(count: int) -> list[KeyPart]:

@@ -1,14 +1,16 @@
 """Files and folders through Hadoop's file systems, so every URL that Spark supports works, and the inputs of jobs.
 
 Of the files that users pass, those that Spark would ignore or misread without an error are refused. Spark ignores
-hidden names, subfolders and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi or Iceberg, so
-also deleted rows.
+hidden names, subfolders and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi, Iceberg or
+Paimon, so also deleted rows, and all files of a stream, so also those of an unfinished batch.
 """
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from glob import glob
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JJavaError
@@ -22,10 +24,15 @@ from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 #: The first character of a pattern.
 PATTERN = re.compile(r"[*?\[{]")
 #: What only the folder of a table contains, as a pattern and in the paths of files below.
-_OF_TABLE = "{_delta_log,.hoodie,metadata/*.metadata.json*,metadata/version-hint.text}"
-_BELOW_TABLE = re.compile(r"/(_delta_log|\.hoodie)/|/metadata/([^/]*\.metadata\.json[^/]*|version-hint\.text)$")
+_OF_TABLE = (
+    "{_delta_log,.hoodie,_spark_metadata,metadata/*.metadata.json*,metadata/version-hint.text,snapshot/snapshot-[0-9]*}"
+)
+_BELOW_TABLE = re.compile(
+    r"/(_delta_log|\.hoodie|_spark_metadata)/|/metadata/([^/]*\.metadata\.json[^/]*|version-hint\.text)$"
+    r"|/snapshot/snapshot-\d+$"
+)
 #: The rule of Spark's HadoopFSUtils.
-_HIDDEN = re.compile(r"/(?:\.|_(?![^/]*=))")
+_HIDDEN = re.compile(r"/(?:\.|_(?![^/]*=))|\._COPYING_$")
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -76,9 +83,14 @@ class Folder:
 
     def _matches(self) -> list[Any]:
         """Return the paths that match it as a pattern. A path without a pattern may have a colon."""
-        if PATTERN.search(str(self)):
+        if PATTERN.search(str(self)) and not self.is_literal():
             return [each.getPath() for each in self._system.globStatus(self._path) or ()]
         return [self._system.makeQualified(self._path)] if self._system.exists(self._path) else []
+
+    @spark_errors()
+    def is_literal(self) -> bool:
+        """Tell whether there is a file or folder of this name, even if the name looks like a pattern."""
+        return bool(self._system.exists(self._path))
 
     @spark_errors()
     def qualified(self) -> str:
@@ -96,6 +108,11 @@ class Folder:
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
         finally:
             stream.close()
+
+    @spark_errors()
+    def delete(self) -> None:
+        """Delete it and all that it contains."""
+        self._system.delete(self._path, True)
 
     def create(self, text: str) -> bool:
         """Create the file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""
@@ -120,10 +137,14 @@ class Input:
     files: Sequence[str]
     base: str = ""
     columns: Sequence[str] = ()
+    #: The size of the largest file.
+    largest: int = 0
 
     def reader(self) -> DataFrameReader:
         """Return a reader of the columns of files and folders."""
-        return self.spark.read.option("basePath", self.base) if self.columns else self.spark.read
+        # Many clusters skip damaged and missing files without an error.
+        reader = self.spark.read.options(ignoreCorruptFiles=False, ignoreMissingFiles=False)
+        return reader.option("basePath", self.base) if self.columns else reader
 
     def reader_of_files(self) -> DataFrameReader:
         """Return a reader of the columns of the files."""
@@ -146,6 +167,8 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
     """
     qualified = Folder(spark, path).qualified()
     _check_tables(spark, qualified)
+    if qualified.startswith("file:"):
+        _check_links(spark, qualified, format)
     sizes, nested = dict[str, int](), list[str]()
     for match, file, size in Folder(spark, path).matching():
         inside = file.removeprefix(match) or f"/{file.rpartition('/')[2]}"
@@ -154,17 +177,20 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
         if not _HIDDEN.search(inside):
             sizes[file] = size
             nested += [file] if inside.count("/") > 1 else []
-        elif size and format_of(file) == format:
+        elif size and format_of(file.removesuffix("._COPYING_")) == format:
             raise OutboxError(
-                f"Spark would ignore {file}, because a name begins with _ or a dot. Rename it, or move it away"
+                f"Spark would ignore {file}, because a name begins with _ or a dot, or is that of an unfinished copy. "
+                "Rename it, or move it away"
             )
     if not sizes:
         raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
     _check_readable(sizes, format)
-    begin = PATTERN.search(qualified)
+    begin = None if Folder(spark, path).is_literal() else PATTERN.search(qualified)
+    if not begin:  # a name that looks like a pattern
+        path = PATTERN.sub(r"\\\g<0>", path)
     literal = qualified[: begin.start()].rpartition("/")[0] if begin else qualified
     names = {name.casefold() for name in known}  # Spark compares them so
-    found = _in_folders(spark, path, sorted(sizes), literal.count("/") + 1, names)
+    found = _in_folders(spark, path, sizes, literal.count("/") + 1, names)
     if nested and not found.columns:
         raise OutboxError(
             f"Spark would ignore files in subfolders of {path}, such as {min(nested)}. Pass the folders that have "
@@ -205,6 +231,18 @@ def read_table(spark: SparkSession, flag: str, name: str) -> DataFrame:
         raise SettingError(f"{flag} {name}: {reason}") from error
 
 
+def _check_links(spark: SparkSession, path: str, format: str) -> None:
+    """Raise OutboxError if a link of the driver's disk leads into a table, or nowhere, which Spark would ignore."""
+    begin = path.removeprefix("file:").rstrip("/")
+    for each in map(Path, [begin, *glob(begin), *glob(f"{begin}/**", recursive=True)]):  # noqa: PTH207 - a whole pattern
+        if each.is_symlink() and not each.exists() and format_of(each.name) == format:
+            raise OutboxError(
+                f"Spark would ignore {each}, because it is a link to {each.readlink()}, which does not exist"
+            )
+        if (each.is_symlink() or str(each) == begin) and (real := str(each.resolve())) != str(each):
+            _check_tables(spark, f"file:{real}")
+
+
 def _check_tables(spark: SparkSession, path: str) -> None:
     """Raise OutboxError if the path is a table, or in one."""
     for folder in accumulate(path.rstrip("/").split("/"), "{}/{}".format):
@@ -218,8 +256,9 @@ def _check_tables(spark: SparkSession, path: str) -> None:
 
 def _is_table(folder: str) -> OutboxError:
     return OutboxError(
-        f"{folder} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Pass it as a "
-        "table of Spark's catalog (--input-table, --received-table), or write its rows to new files"
+        f"{folder} is a table of Delta Lake, Hudi, Iceberg or Paimon, or was written by a stream. Its files can have "
+        "deleted or unfinished rows. Pass it as a table of Spark's catalog (--input-table, --received-table), or write "
+        "its rows to new files"
     )
 
 
@@ -241,14 +280,16 @@ def _check_readable(sizes: Mapping[str, int], format: str) -> None:
         raise OutboxError(f"{min(empty)} is empty. Write it again, or delete it if it should have no rows")
 
 
-def _in_folders(spark: SparkSession, path: str, files: Sequence[str], literal: int, known: Collection[str]) -> Input:
+def _in_folders(
+    spark: SparkSession, path: str, sizes: Mapping[str, int], literal: int, known: Collection[str]
+) -> Input:
     """Return the input with the columns of folders NAME=VALUE.
 
     The first `literal` parts of each path are not a pattern. A folder of them is a column only if its name is known.
     Raises OutboxError if Spark would lose a column, or the files in some folders.
     """
     kinds: dict[tuple[str, tuple[str, ...]], str] = {}
-    for file in files:
+    for file in sorted(sizes):
         parts = file.split("/")[:-1]
         names = {
             at: name
@@ -270,4 +311,13 @@ def _in_folders(spark: SparkSession, path: str, files: Sequence[str], literal: i
             "separate runs"
         )
     [(base, columns)] = kinds
-    return Input(spark, path, files, base, columns)
+    return Input(spark, path, sorted(sizes), base, columns, max(sizes.values()))
+
+
+def whole_files(given: Input) -> Input:
+    """Return the files, none of which Spark divides."""
+    session = SparkSession(given.spark.sparkContext, given.spark._jsparkSession.cloneSession())  # noqa: SLF001 - keeps its options
+    size = max(given.largest, 128 * 2**20)
+    session.conf.set("spark.sql.files.maxPartitionBytes", str(size))
+    session.conf.set("spark.sql.files.minPartitionNum", "1")
+    return replace(given, spark=session)

@@ -36,6 +36,11 @@ _ALWAYS: dict[str, Any] = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet
     "spark.sql.ansi.enabled": "true",
+    # A cluster may skip damaged and missing files without an error.
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.sql.files.ignoreMissingFiles": "false",
+    # Otherwise a part that two expressions of --select have in common fails outside of the attempts of both.
+    "spark.sql.subexpressionElimination.enabled": "false",
     # The folder month=01 is the text 01, not the number 1, which would be another key of a task ID.
     "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     # A job reads its cached rows only a few times, so compressing them takes longer than it saves.

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
@@ -43,6 +45,11 @@ def map_rows(rows: DataFrame, answer: StructType, work: Callable[..., Iterator[R
             yield pa.RecordBatch.from_pylist(found, answers)
 
     return rows.mapInArrow(mapped, answer)
+
+
+def new_run() -> str:
+    """Return a unique name for the folder of a run."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
 
 
 def placed(rows: DataFrame, partitions: int, *columns: str) -> DataFrame:

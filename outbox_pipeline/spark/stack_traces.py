@@ -49,9 +49,6 @@ _REMEDIES = {
     "No FileSystem for scheme|FileSystem not found": "Add the connector of this file system to Spark's jars",
     "Relative path in absolute URI": "Rename the file, because Spark cannot read a name with a colon",
     "FILE_NOT_EXIST": "The file was deleted or replaced during the job. Do not change the files, and run the job again",
-    "CSV header does not conform": (
-        "Write all files with the same columns, in the same order, and all or none with a byte order mark"
-    ),
     "DATA_TYPE_MISMATCH": "Write all files with the same types",
     "UNABLE_TO_INFER_SCHEMA": "Check the path",
     "Illegal Parquet type|UNSUPPORTED_TIME_TYPE": (

@@ -108,7 +108,8 @@ FORCED_STOP = Metric("outbox.forced_stop_count", "count", "event", ("reason",), 
     "Workers that ended with in-flight batches, by reason: `shutdown_timeout` after --shutdown-timeout, or `stuck` if "
     "a batch had no new transaction for over 120 s, beyond all time limits. The exit code is then 1.")
 PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
-    "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
+    "Rows of a job of the pipeline, by outcome. `register`, and `sink` and `stream` of Spark's writes: `registered`, "
+    "`existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
     "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `cancelled`, `replaced`. `audit`: "
     "`delivered`, `late`, `lost`, `cancelled`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, "

@@ -130,7 +130,8 @@ def test_the_ignore_file_allows_only_copied_files() -> None:
 
 WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
 CLOUD_RUN = "docs/operations/cloud-run.md"
-PAGES = (WORKER, PIPELINE, CLOUD_RUN, "k8s/README.md")
+PLATFORMS = "docs/operations/pipeline-platforms.md"
+PAGES = (WORKER, PIPELINE, PLATFORMS, CLOUD_RUN, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
 PIPS = ("pip", "packing/bin/pip")
 PYTHONS = ("python", "python3")
@@ -319,7 +320,7 @@ def test_images_are_built_from_the_dockerfile() -> None:
     pods = [each["spec"]["template"]["spec"] for each in rendered("overlays/development").of_kind("Deployment")]
     used = {each["image"] for pod in pods for each in [*pod.get("initContainers", []), *pod["containers"]]}
     assert {image for image in used if image.startswith("publishworker")} == built("k8s/README.md").keys()
-    assert set(built(PIPELINE).values()) == {"pipeline", "dataproc"}
+    assert [set(built(page).values()) for page in (PIPELINE, PLATFORMS)] == [{"pipeline"}, {"dataproc"}]
 
 
 def test_the_network_patch_changes_dns_and_https_of_both_policies(tmp_path: Path) -> None:
@@ -353,14 +354,16 @@ def test_an_overlay_of_ones_own_needs_no_change_of_the_repository(tmp_path: Path
 
 def test_jobs_take_the_arguments_of_the_pipelines_pages() -> None:
     """No job has variables. The batch's image has its main file, and a cluster gets what the tests ship."""
-    [batch] = calls(PIPELINE, *BATCH)
+    [batch] = calls(PLATFORMS, *BATCH)
+    [of_cluster] = calls(PLATFORMS, "gcloud", "dataproc", "jobs")
     [submitted] = calls(PIPELINE, "spark-submit")
     assert " ".join(SHIPPED) in " ".join(submitted)
     local = [words[1:] for words in calls(PIPELINE, "outbox-pipeline")]
-    for words in [*local, batch[batch.index("--") + 1 :], submitted[submitted.index(SHIPPED[-1]) + 1 :]]:
+    of_google = [each[each.index("--") + 1 :] for each in (batch, of_cluster)]
+    for words in [*local, *of_google, submitted[submitted.index(SHIPPED[-1]) + 1 :]]:
         assert list(refusals(list(words), {})) == []
     assert len(local) == 1
-    assert built(PIPELINE)[values(batch, "--container-image")[0]] == "dataproc"
+    assert built(PLATFORMS)[values(batch, "--container-image")[0]] == "dataproc"
     root = variables("dataproc")["PYSPARK_PYTHON"].removesuffix("/bin/python")
     assert batch[len(BATCH)] == f"file://{root}/lib/python3.13/site-packages/outbox_pipeline/__main__.py"
     # The connector's jar goes to the folder of Spark's jars.

@@ -1,4 +1,7 @@
-"""One Spark session for all tests of the pipeline, in one process. Its master allows three attempts of a Spark task."""
+"""One Spark session for all tests of the pipeline, in one process, with the settings of the jobs.
+
+Its master allows three attempts of a Spark task.
+"""
 
 import os
 from collections.abc import Iterator
@@ -17,9 +20,6 @@ from tests.support.cluster import QUICK_JAVA
 from tests.support.pipeline import Case
 
 os.environ.setdefault("SPARK_SUBMIT_OPTS", QUICK_JAVA)
-
-#: One partition and no adaptive plans: a test has few rows, and planning costs more than the work on them.
-SMALL_DATA = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -42,21 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
     with mock.patch.dict(jobs_session._ALWAYS, {"spark.python.daemon.module": "tests.support.spark_daemon"}):
         made = jobs_session.session("tests", "local[2,3]")
-    for name, value in SMALL_DATA.items():
-        made.conf.set(name, value)
     yield made
     made.stop()
-
-
-@pytest.fixture
-def many_partitions(spark: SparkSession) -> Iterator[None]:
-    """Plan as on a cluster, with several partitions and adaptive plans, for tests with many or uneven rows."""
-    as_deployed = {"spark.sql.shuffle.partitions": "4", "spark.sql.adaptive.enabled": "true"}
-    for name, value in as_deployed.items():
-        spark.conf.set(name, value)
-    yield
-    for name, value in SMALL_DATA.items():
-        spark.conf.set(name, value)
 
 
 @pytest.fixture

@@ -102,7 +102,6 @@ def failing(transform: Callable[[DataFrame], DataFrame], note: Path) -> Callable
     return made
 
 
-@pytest.mark.usefixtures("many_partitions")
 def test_many_tasks_are_archived_once_despite_failed_spark_tasks(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Spark retries a Spark task after its read and after its write. Almost all tasks have one topic."""
     number = 1_000

@@ -30,14 +30,14 @@ from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import cli
 from outbox_pipeline.jobs import audit_inputs as effects
 from outbox_pipeline.jobs.archive import purge_chunk
-from outbox_pipeline.jobs.register_rows import Writer
 from outbox_pipeline.jobs.replay import ARCHIVED_COLUMNS, replay_chunk
-from outbox_pipeline.source.datasource import OutboxDataSource
+from outbox_pipeline.rows.register_rows import Writer
 from outbox_pipeline.source.parts import KeyPart
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark import session
 from outbox_pipeline.spark.stack_traces import _ON_EXECUTOR, _PACKED, error_from, spark_errors
 from publishworker.telemetry import clients
+from pyspark_outbox import OutboxDataSource
 from tests.support.operations import insert, row, rows_of
 from tests.support.pipeline import Case, options, write_lines
 from tests.support.pipeline import row as given_row

@@ -1,21 +1,23 @@
 """The files that users pass to jobs: each row is read with its columns, or the job refuses the files."""
 
+import gzip
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from outbox.errors import OutboxError, SettingError
-from outbox_pipeline.jobs.register import prepared, read
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.jobs.register import read
+from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.spark.stack_traces import spark_errors
-from tests.support.pipeline import Case
+from tests.support.pipeline import Case, read_rows
 
 LINE = b'{"data":"a"}\n'
 CSV = b"data\na\n"
-TABLE = "{} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Pass it as a table of Spark"
+TABLE = "{} is a table of Delta Lake, Hudi, Iceberg or Paimon, or was written by a stream. Its files can have"
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -25,12 +27,12 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def tasks(spark: SparkSession, path: object, format: str, *key: str) -> DataFrame:
-    return prepared(read(spark, str(path), format, key), topic="orders", key=key)
+def tasks(spark: SparkSession, path: object, format: str, *key: str) -> list[Any]:
+    return read_rows(spark, path, format, topic="orders", key=key)
 
 
 def reasons(spark: SparkSession, path: object, format: str) -> list[tuple[str | None, str | None]]:
-    return sorted((each.reason, each.line) for each in tasks(spark, path, format).collect() if each.reason)
+    return sorted((each.reason, each.line) for each in tasks(spark, path, format) if each.reason)
 
 
 FILES = {
@@ -49,6 +51,10 @@ FILES = {
     "marks": ("_SUCCESS", ".crc"),
     "twice": ("Data=a/a.csv",),
     "days": ("day/a.jsonl",),
+    "stream": ("_spark_metadata/0", "a.jsonl"),
+    "paimon": ("snapshot/snapshot-1", "bucket-0/a.parquet"),
+    "copy": ("a.parquet._COPYING_", "b.parquet"),
+    "links": ("b.jsonl",),
 }  # fmt: skip
 
 
@@ -56,6 +62,8 @@ FILES = {
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("odd")
     write(folder, {f"{kind}/{name}": CSV for kind, names in FILES.items() for name in names})
+    (folder / "links/a.jsonl").symlink_to("nowhere")
+    (folder / "month").symlink_to(folder / "delta/month=01")
     write(folder / "empty", dict.fromkeys(("parquet/b.parquet", "json/b.jsonl", "csv/b.csv"), b""))
     return folder
 
@@ -71,6 +79,11 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("iceberg/data/*", "parquet", TABLE.format("iceberg")),
         ("hudi/month=*/", "parquet", TABLE.format("hudi")),
         ("nested", "parquet", TABLE.format("nested")),
+        ("stream/*.jsonl", "json", TABLE.format("stream")),
+        ("paimon/bucket-*/", "parquet", TABLE.format("paimon")),
+        ("month", "parquet", TABLE.format("delta")),
+        ("links", "json", r"would ignore .*/links/a\.jsonl, because it is a link to a file that does not exist"),
+        ("copy", "parquet", r"would ignore .*/a\.parquet\._COPYING_, because .* or is that of an unfinished copy"),
         ("hidden/file", "json", r"would ignore .*/_a\.jsonl, because a name begins with _ or a dot"),
         ("hidden/folder", "json", r"would ignore .*/_temporary/0/a\.jsonl"),
         ("hidden/dot", "csv", r"would ignore .*/\.a\.csv"),
@@ -111,15 +124,15 @@ def test_names_of_folders_are_columns_however_the_folders_are_passed(spark: Spar
         if path.suffix != f".{kind}":
             path.unlink()
     for pattern in ("", "*/", f"*/*.{kind}", "ordering_key={A,B}", "ordering_key=A", f"ordering_key=A/a.{kind}"):
-        found = tasks(spark, f"{tmp_path}/{pattern}", format).select("data", "ordering_key").collect()
+        found = [(each.data, each.ordering_key) for each in tasks(spark, f"{tmp_path}/{pattern}", format)]
         wanted = [(b"a", "A")] if "=A" in pattern else [(b"a", "A"), (b"a", "B")]
-        assert sorted(map(tuple, found)) == wanted, pattern
+        assert sorted(found) == wanted, pattern
 
 
 def test_folders_in_the_path_itself_are_columns_if_the_job_knows_them(spark: SparkSession, tmp_path: Path):
     write(tmp_path / "dt=1", {"a.jsonl": LINE})
-    assert tasks(spark, tmp_path / "dt=1", "json").count() == 1
-    [keyed] = tasks(spark, tmp_path / "dt=1", "json", "dt").collect()
+    assert len(tasks(spark, tmp_path / "dt=1", "json")) == 1
+    [keyed] = tasks(spark, tmp_path / "dt=1", "json", "dt")
     assert keyed.task_id == task_id("orders", "1")
     write(tmp_path / "Ordering_Key=A", {"a.jsonl": LINE})
     for path, column in (("dt=*", "dt"), ("Ordering_Key=A", "Ordering_Key")):
@@ -136,38 +149,36 @@ def test_a_line_is_rejected_with_the_columns_of_its_folder(spark: SparkSession, 
     ]
 
 
-def test_a_text_for_null_is_no_value_of_csv(spark: SparkSession, tmp_path: Path):
-    """It would be an ordering key or a topic. In data, JSON's null and words are texts."""
-    lines = ["a,NULL,o", "b,\\N,o", 'c,k,"x"', "null,none,o", "NULL,,o", "nan,,o", "d,<NA>,", "e,,null"]
-    write(tmp_path, {"a.csv": "\n".join(["data,ordering_key,topic", *lines]).encode()})
-    found = tasks(spark, tmp_path, "csv").collect()
-    assert [bytes(each.data) for each in found if not each.reason] == [b"c", b"null", b"nan"]
-    assert [each.reason.split(".")[0] for each in found if each.reason] == [
-        *["ordering_key is a text for NULL"] * 2, "data is a text for NULL", "ordering_key is a text for NULL",
-        "topic is a text for NULL",
-    ]  # fmt: skip
-    assert all(each.line.startswith('(a text can mean NULL) {"') for each in found if each.reason)
-
-
 def test_the_cause_of_an_unreadable_file_is_named(spark: SparkSession, tmp_path: Path):
-    write(
-        tmp_path, {"colon/a:b.jsonl": LINE, "x:y/a.jsonl": LINE, "bom/a.csv": CSV, "bom/b.csv": b"\xef\xbb\xbf" + CSV}
-    )
+    write(tmp_path, {"colon/a:b.jsonl": LINE, "x:y/a.jsonl": LINE})
     gone = write(tmp_path / "gone", {"a.jsonl": LINE, "b.jsonl": LINE})
-    assert tasks(spark, tmp_path / "x:y", "json").count() == 1
-    rows = tasks(spark, gone, "json")
+    assert len(tasks(spark, tmp_path / "x:y", "json")) == 1
+    rows = read(spark, str(gone), "json")
     (gone / "b.jsonl").unlink()
     cases = {
-        "Rename the file, because Spark cannot read a name with a colon": tasks(spark, tmp_path / "colon", "json"),
+        "Rename the file, because Spark cannot read a name with a colon": read(spark, str(tmp_path / "colon"), "json"),
         "The file was deleted or replaced during the job": rows,
-        "and all or none with a byte order mark": read(spark, str(tmp_path / "bom"), "csv", multi_line=True),
     }
-    assert tasks(spark, tmp_path / "bom", "csv").count() == 2
     for remedy, found in cases.items():
         with pytest.raises(OutboxError, match=remedy), spark_errors():
             found.collect()
     with pytest.raises(OutboxError, match="a name with a colon"):
         tasks(spark, f"{tmp_path}/colon/*", "json")
+
+
+def test_a_damaged_or_missing_file_is_an_error_whatever_the_cluster_says(spark: SparkSession, tmp_path: Path):
+    """Otherwise its rows would be missing, with exit code 0."""
+    names = [f"spark.sql.files.ignore{kind}Files" for kind in ("Corrupt", "Missing")]
+    for name in names:
+        spark.conf.set(name, "true")
+    write(tmp_path, {"bad/a.jsonl.gz": gzip.compress(LINE * 1000)[:-20], "gone/a.jsonl": LINE, "gone/b.jsonl": LINE})
+    found = [read(spark, f"{tmp_path}/{folder}", "json") for folder in ("bad", "gone")]
+    (tmp_path / "gone/b.jsonl").unlink()
+    for rows in found:
+        with pytest.raises(OutboxError, match=r"damaged|was deleted"), spark_errors():
+            rows.collect()
+    for name in names:
+        spark.conf.set(name, "false")
 
 
 @pytest.mark.parametrize(("name", "message"), [("delta/*.parquet", "is a table"), ("empty/json/*.jsonl", "is empty")])

@@ -112,12 +112,19 @@ def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.Capture
     assert cli.main(command) == 0
     (here / "events").mkdir()
     (here / "events" / "one.json").write_text('{"data":"placed","ordering_key":"c-1"}')
-    execute("register.md", here, {})
-    assert capsys.readouterr().out.splitlines()[-1] == "2 0"
+    execute("register.md", here, {}, ('"database": "copy"', '"database": "shop"'))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "2 0", "{'outbox': Row(registered=0, existing=1, repeated=0, rejected=0)}"
+    ]  # fmt: skip
+    # A notebook has no other commands.
+    text = (PAGES.parent / "operations/pipeline-platforms.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[-1]
+    exec(compile(code.replace("/tmp/outbox", str(here)), "notebook", "exec"), {})
+    assert "registered=1, existing=0" in capsys.readouterr().out
     ids = {task_id("invoices", f"c-{n}", "2026-12") for n in (1, 2, 3, 4)}
-    [event] = rows_of(shop).keys() - ids
-    assert rows_of(shop).keys() - {event} == ids
-    assert rows_of(shop)[event]["OrderingKey"] == "c-1"
+    others = rows_of(shop).keys() - ids  # an event, and that of the notebook
+    assert rows_of(shop).keys() - others == ids
+    assert [rows_of(shop)[each]["OrderingKey"] for each in others] == ["c-1", "c-1"]
 
 
 def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):

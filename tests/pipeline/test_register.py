@@ -1,7 +1,6 @@
 """`register`: one Spark task on a fake table that is compared with the emulator, and the job on Spark."""
 
 import base64
-import contextlib
 import dataclasses
 import json
 from datetime import UTC, datetime, timedelta
@@ -20,9 +19,8 @@ from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
 from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs import register as job
-from outbox_pipeline.jobs import register_rows as executor
-from outbox_pipeline.jobs.register_rows import COUNTS, REGISTER_ROWS, Writer
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.rows.register_rows import COUNTS, REGISTER_ROWS, Writer
+from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark import spark_tasks
 from outbox_pipeline.spark.spark_tasks import Pace
@@ -196,21 +194,6 @@ def test_chunks_have_max_rows_and_max_bytes():
     assert answered(made) == ((9, 0, 0), [])
 
 
-def test_only_a_finished_attempt_replaces_the_rejects_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def attempt(number: int, *, killed: bool = False) -> None:
-        task = mock.Mock(**{"partitionId.return_value": 3, "taskAttemptId.return_value": number})
-        monkeypatch.setattr(executor.TaskContext, "get", lambda: task)
-        with contextlib.suppress(KeyboardInterrupt), executor._rejecting(str(tmp_path)) as reject:
-            reject(row(reason=f"of {number}"))
-            if killed:
-                raise KeyboardInterrupt
-
-    for number, killed, kept in ((1, False, 1), (2, True, 1), (3, False, 3)):
-        attempt(number, killed=killed)
-        [file] = tmp_path.glob("*.json")
-        assert (file.name, json.loads(file.read_text())["reason"]) == ("part-00003.json", f"of {kept}")
-
-
 def test_a_rate_is_a_limit_at_each_time(monkeypatch: pytest.MonkeyPatch):
     """The first chunk waits, too, and a job that was slower than the rate does not catch up."""
     time = FakeTime()
@@ -270,8 +253,8 @@ def test_rejected_rows_can_be_corrected_and_registered(case: Case):
     assert by_name["task_id"] == task_id("goog", "7")
     assert by_name["available_at"] == "2090-01-01T00:00:00.000001Z"
     assert [(each["reason"].partition(" ")[0], each.get("line")) for each in found if each is not by_name] == [
-        ("key", '{"data":"z"}'),
-        ("priority", '{"data":"y","n":"9","priority":"high"}'),
+        ("key", '{"data": "z"}'),
+        ("priority", '{"data": "y", "n": "9", "priority": "high"}'),
         ("the", '{"data":"a"} {"data":"b"}'),
         ("the", '(invalid UTF-8 was replaced) {"data":"\ufffd"}'),
     ]
@@ -313,11 +296,10 @@ def test_a_rate_applies_to_all_spark_tasks_together(case: Case):
         assert case.register(given, max_rows_per_second=1000).registered == 1
         assert case.register(given).existing == 1
     tasks = case.spark.sparkContext.defaultParallelism
-    assert [call.args[-2] for call in mapped.call_args_list] == [1000 / tasks, 0.0]
+    assert [call.args[-1] for call in mapped.call_args_list] == [1000 / tasks, 0.0]
     assert [call.args[1] for call in ordered.call_args_list] == [tasks, 0]
 
 
-@pytest.mark.usefixtures("many_partitions")
 def test_a_retried_spark_task_registers_no_task_twice(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Every Spark task fails twice, after writing a part and after writing all rows. Each row is counted once."""
     there = [{"data": f"there {number}".encode()} for number in range(150)]

@@ -331,7 +331,6 @@ def test_a_replay_needs_the_table_of_operations(case: Case, own_database: Databa
     assert case.replay(where="true", dry_run=True).selected == 1
 
 
-@pytest.mark.usefixtures("many_partitions")
 def test_repeated_spark_tasks_replay_each_task_once(
     case: Case, emulators: Emulators, subscription: Subscription, monkeypatch: pytest.MonkeyPatch
 ):

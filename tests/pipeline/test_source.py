@@ -3,7 +3,11 @@
 import itertools
 import json
 import random
+import subprocess
+import sys
+from base64 import b64decode
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pyarrow as pa
 import pyspark
@@ -12,8 +16,8 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import DoubleType, MapType, StringType, StructType
+from pyspark.sql import functions as f
+from pyspark.sql.datasource import EqualTo, GreaterThan, InputPartition
 from pyspark.testing import assertSchemaEqual
 
 from outbox.admin import operator_sql
@@ -26,10 +30,13 @@ from outbox.program.settings import DatabaseSettings
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
-from outbox_pipeline.jobs.texts import task_id
+from outbox_pipeline.jobs.register import register_stream
+from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.datasource import OF_READER, OutboxDataSource, OutboxReader, parse
+from outbox_pipeline.source.datasource import OF_READER, OutboxReader, parse
+from outbox_pipeline.source.parts import IdsPart, KeyPart, SentPart
 from outbox_pipeline.spark.stack_traces import error_from
+from pyspark_outbox import OutboxDataSource
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import Case, counts, options, rejects
 from tests.support.proxy import Proxy
@@ -277,6 +284,10 @@ def test_the_table_can_be_read_as_a_dataframe(case: Case):
     assert min(own.collect())[:2] == ("orders", "a")
 
 
+def payload(stored: dict[str, Any]) -> str:
+    return PubsubMessage.deserialize(b64decode(stored["Data"])).data.decode()
+
+
 def write(rows: DataFrame, target: DatabaseSettings, **more: str) -> None:
     rows.write.format("outbox").options(**options(target, **more)).mode("append").save()
 
@@ -299,67 +310,81 @@ def test_a_written_row_is_the_task_that_the_job_registers(case: Case):
     assert counts(case.register(rows, topic="usual")) == (2, 0, 2, 0, 0)
 
 
-def test_rejected_rows_are_refused_or_written_to_a_folder(case: Case):
+def test_a_sink_ends_at_a_rejected_row(case: Case):
     """A row is rejected, and named, for the same reasons as in the job. A task of the same ID is one of them."""
     names = "n int, data string, topic string, ordering_key string, priority string"
     given = case.spark.createDataFrame(
         [(1, "a", "orders", None, "5"), (2, "b", "goog", None, "5"), (3, "c", "orders", None, "x")], names
     )
-    with pytest.raises(PySparkException) as raised:
-        write(given.where("n = 3"), case.target, key="n")
-    message = str(error_from(str(raised.value)))
-    assert message.startswith('A row is rejected: priority x is not a whole number. The row is {"n":3,"data":"c"')
-    assert "Traceback" not in str(raised.value)
-    write(given, case.target, key=" n ", rejects=str(case.folder))
-    assert set(case.rows()) == {task_id("orders", "1")}
-    by_topic, by_priority = sorted(rejects(case.folder), key=lambda each: "line" in each)
-    assert by_topic["reason"].startswith("topic 'goog'")
-    assert (by_topic["task_id"], by_topic["data_base64"]) == (task_id("goog", "2"), "Yg==")
-    assert json.loads(by_priority["line"])["priority"] == "x"
-    write(
-        given.where("n = 1").withColumn("data", given["topic"]),
-        case.target,
-        key="n",
-        rejects=f"file://{case.folder}/other",
+    write(given.where("n = 1"), case.target, key=" n ")
+    for number, data, said in (
+        (1, "other", f"task '{task_id('orders', '1')}' exists with another message, topic or ordering key. The row is"),
+        (2, "b", "topic 'goog'"),
+        (3, "c", 'priority x is not a whole number. The row is {"n":3,"data":"c"'),
+    ):
+        with pytest.raises(PySparkException) as raised:
+            write(given.where(f"n = {number}").withColumn("data", f.lit(data)), case.target, key="n")
+        assert str(error_from(str(raised.value))).startswith(f"A row is rejected: {said}")
+        assert "Traceback" not in str(raised.value)
+
+
+def test_tasks_are_copied_to_another_database(case: Case, own_database: Database):  # OUT-SPARK-3
+    """With their IDs, messages and columns, in the order of their keys, without a change of names."""
+    keyed = [row(f"{9 - n}", OrderingKey="k", Sequence=-n, CreatedAt=DAY + timedelta(hours=n)) for n in range(8)]
+    case.insert(
+        [*keyed, row("at", AvailableAt=NEVER, Priority=7), row("end", ExpiresAt=FUTURE), row("sent", SentAt=DAY)]
     )
-    [collision] = rejects(case.folder / "other")
-    assert collision["reason"].endswith("exists with another message, topic or ordering key")
+    copy = place(own_database.database_id)
+    rows = tasks(case.spark, case.target).where("SentAt IS NULL").orderBy("Id")
+    write(rows.coalesce(1), copy, maxRowsPerSecond="1000")
+    write(
+        rows.selectExpr("Id", "Topic", "Data", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "1 AS Shard"),
+        copy,
+    )
+    made, given = rows_of(own_database), case.rows()
+    assert made.keys() == given.keys() - {"sent"}
+    for name in ("Topic", "Data", "Priority", "OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce"):
+        if name != "Data":  # the ID is in its attributes
+            assert {id: each[name] for id, each in made.items()} == {id: given[id][name] for id in made}, name
+    of_key = sorted((each["CreatedAt"], each["Sequence"], id) for id, each in made.items() if each["OrderingKey"])
+    assert [id for _, _, id in of_key] == [each["Id"] for each in keyed]
+    [there] = case.spark.read.format("outbox").options(**options(copy, columns="Id,Payload,Attributes")).load().where(
+        "Id = 'at'"
+    ).collect()  # fmt: skip
+    assert (there.Payload, there.Attributes) == tuple(
+        tasks(case.spark, case.target, columns="Payload,Attributes,Id").where("Id = 'at'").first()[:2]
+    )
 
 
-#: The names and types of columns, options, and how the error begins.
-REFUSED: list[tuple[str, dict[str, str], str]] = [
-    ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
-    ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
-    ("data string, topic string, colour integer", {}, "Unknown column 'colour'. Drop it or add it"),
-    ("data string, Topic string", {"topic": "orders"}, "Unknown column 'Topic'"),
-    ("data string, topic integer", {}, "Column topic is int, but must be a text. If it has no value, drop the column"),
-    ("data integer, topic string", {}, "Column data is int, but must be a text"),
-    ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
-    ("data string, topic string, task_id long", {}, "Column task_id is bigint, but must be a text"),
-    ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
-    ("data string, topic string, at_most_once integer", {}, "Column at_most_once is int, but must be true or false"),
-    ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
-    ("data string, topic string, attributes map", {}, "Column attributes is map<string,double>, but"),
-    ("data string, topic string", {"key": "n"}, "Key column 'n' is missing. The rows have data, topic"),
-    ("data string, topic string, n double", {"key": "n"}, "Key column n is double. Cast it to a string"),
-    ("data string, topic string", {"state": "sent"}, "Unknown option state. Known options: topic, key, rejects"),
-    ("data string, topic string", {"rejects": "no://x"}, "Option rejects: 'no://x' is not allowed"),
-]
-
-
-@pytest.mark.parametrize(("schema", "more", "said"), REFUSED)
-def test_columns_and_options_are_checked_before_spark_tasks_start(schema: str, more: dict[str, str], said: str):
-    source = OutboxDataSource({"project": "shop", "instance": "main", "database": "orders", **more})
-    columns = StructType()  # not of a DDL, which Spark would parse
-    for each in schema.split(", "):
-        name, type_ = each.split()
-        columns.add(name, MapType(StringType(), DoubleType()) if type_ == "map" else type_)
-    for writer in (source.writer, source.streamWriter)[: 1 + (pyspark.__version__ >= "4.1")]:
-        with pytest.raises(SettingError) as raised:
-            writer(columns, overwrite=False)
-        assert str(raised.value).startswith(said)
-    with pytest.raises(SettingError, match="can only be appended to"):
-        source.writer(columns, overwrite=True)
+@pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 pushes no filters to Python sources")
+def test_filters_of_spark_narrow_the_read(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """A filter changes no result. By ID, the tasks are read by key, and a period of SentAt by the index."""
+    sent = [row(f"{n:03}", SentAt=DAY + timedelta(minutes=n), Topic=f"t{n % 3}") for n in range(600)]
+    case.insert([*sent, row("unsent"), row("dead", AvailableAt=NEVER)])
+    conditions = {
+        "Id = '007'": 1, "Id IN ('007', '008', 'none') AND Id <> '008'": 1, "Topic = 't1' AND Id < '010'": 3,
+        "SentAt >= TIMESTAMP'2026-06-01 09:00:00Z' AND SentAt < TIMESTAMP'2026-06-01 09:10:00Z'": 10,
+        "SentAt IS NULL": 2,
+        "State = 'dead'": 1, "State IN ('dead', 'pending')": 2, "CreatedAt > TIMESTAMP'2020-01-01 00:00:00Z'": 602,
+        "Id = '007' OR Topic = 'none'": 1,
+    }  # fmt: skip
+    columns = "Id,Topic,State,SentAt,CreatedAt"
+    case.spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        for condition, count in conditions.items():
+            assert tasks(case.spark, case.target, columns=columns).where(condition).count() == count, condition
+    finally:
+        case.spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+    monkeypatch.setitem(sys.modules, "pyspark.sql.worker.data_source_pushdown_filters", sys)
+    for pushed, part in (
+        ([EqualTo(("Id",), "007")], IdsPart), ([GreaterThan(("SentAt",), DAY + timedelta(minutes=590))], SentPart),
+        ([EqualTo(("Topic",), "t1")], KeyPart),
+    ):  # fmt: skip
+        reader: Any = reader_of(case.target, columns=columns)
+        assert [*reader.pushFilters(pushed)] == pushed
+        planned = reader.partitions()
+        assert {type(each.value[0]) for each in planned} == {part}
+        assert 0 < sum(batch.num_rows for each in planned for batch in reader.read(each)) <= 200
 
 
 def test_an_error_of_the_driver_is_one_sentence(spark: SparkSession, target: DatabaseSettings):
@@ -369,48 +394,81 @@ def test_an_error_of_the_driver_is_one_sentence(spark: SparkSession, target: Dat
     assert "Traceback" not in str(raised.value)
 
 
+@pytest.mark.parametrize("how", ["sink", "register_stream"])
 @pytest.mark.skipif(pyspark.__version__ < "4.1", reason="Spark 4.0 writes no stream to the outbox")
-def test_a_repeated_micro_batch_registers_nothing_twice(case: Case):  # OUT-SPARK-3
+def test_a_repeated_micro_batch_registers_nothing_twice(case: Case, how: str):  # OUT-SPARK-3
     """The checkpoint is as a kill between the write and the commit leaves it."""
     for name in ("in", "checkpoint"):
         (case.folder / name).mkdir()
 
-    def run(number: int) -> None:
-        lines = [{"data": f"{number} {n}", "topic": "goog" if n == 9 else "orders"} for n in range(10)]
+    def run(number: int) -> Any:
+        lines = [
+            {"data": f"{number} {n}", "topic": "orders", "ordering_key": f"k{n % 2}", "sequence": -n} for n in range(9)
+        ]
+        lines += [{"data": "no", "topic": "goog"}] if how == "register_stream" else []
         (case.folder / "in" / f"{number}.json").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
-        rows = case.spark.readStream.schema("data string, topic string").json(str(case.folder / "in"))
+        columns = "data string, topic string, ordering_key string, sequence long"
+        rows = case.spark.readStream.schema(columns).json(str(case.folder / "in"))
+        if how == "sink":
+            writer = rows.repartition(2, "ordering_key").writeStream.format("outbox").options(**options(case.target))
+        else:
+            rejected = register_stream(rows, **options(case.target))
+            writer = rejected.writeStream.format("json").option("path", str(case.folder / "rejects"))
         query = (
-            rows.writeStream.format("outbox")
-            .options(**options(case.target, rejects=str(case.folder / "rejects")))
-            .option("checkpointLocation", str(case.folder / "checkpoint"))
+            writer.option("checkpointLocation", str(case.folder / "checkpoint"))
             .queryName("invoices")
             .trigger(availableNow=True)
             .start()
         )
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(150)
+        return query.recentProgress
 
     run(0)
     first = case.rows()
     for file in ("commits/0", "commits/.0.crc"):
         (case.folder / "checkpoint" / file).unlink()
-    run(1)
+    progress = run(1)
     assert len(case.rows()) == 18
     assert case.rows().items() >= first.items()
-    assert len(rejects(case.folder / "rejects")) == 2
+    for batch, key in itertools.product("01", ("k0", "k1")):
+        made = [each for each in case.rows().values() if (each["OrderingKey"], payload(each)[:1]) == (key, batch)]
+        numbers = [payload(each) for each in sorted(made, key=lambda each: (each["CreatedAt"], each["Sequence"]))]
+        assert numbers == sorted(numbers, reverse=True), "in the order of their sequence"
+    if how == "register_stream":
+        assert [each["reason"][:12] for each in rejects(case.folder / "rejects")] == ["topic 'goog'"] * 2
+        counted = [each.observedMetrics["outbox"].asDict() for each in progress]
+        assert [each for each in counted if each["registered"]] == [
+            {"registered": 9, "existing": 0, "repeated": 0, "rejected": 1}
+        ]
 
 
 def test_a_stream_is_not_registered_as_a_batch(case: Case):
     rows = case.spark.readStream.schema("data string, topic string").json(str(case.folder))
-    with pytest.raises(SettingError, match=r"is a stream. Write it with writeStream.format\('outbox'\), or call"):
+    with pytest.raises(SettingError, match=r"is a stream. Write it with writeStream.format\('outbox'\), or pass it to"):
         case.register(rows)
 
 
-def test_the_format_needs_no_registration(spark: SparkSession, target: DatabaseSettings):
-    """Spark finds it by the name of a package, also for tables in SQL."""
-    given = ", ".join(f"{name} '{value}'" for name, value in options(target, columns="Id,Topic").items())
-    write(spark.sql("SELECT 'd' AS data, 'orders' AS topic"), target)
-    spark.sql(f"CREATE TEMPORARY VIEW tasks_of_sql USING outbox OPTIONS ({given})")
+def test_the_format_is_a_table_of_sql(spark: SparkSession, target: DatabaseSettings):
+    """Spark finds it by the name of a package. A notebook that has installed the package later registers it."""
+    place = ", ".join(f"{name} '{value}'" for name, value in options(target).items())
+    spark.dataSource.register(OutboxDataSource)
+    spark.sql(f"CREATE TABLE tasks_of_sql USING outbox OPTIONS ({place}, columns 'Topic,Payload,OrderingKey')")
+    spark.sql(f"CREATE TEMPORARY VIEW tasks_of_view USING outbox OPTIONS ({place}, columns 'Id,Topic')")
     try:
-        assert [each.Topic for each in spark.sql("SELECT Topic FROM tasks_of_sql").collect()] == ["orders"]
+        spark.sql("INSERT INTO tasks_of_sql SELECT 'orders', CAST('d' AS BINARY), 'k'")
+        spark.sql("INSERT INTO tasks_of_sql (Topic, Payload) VALUES ('orders', CAST('e' AS BINARY))")
+        found = spark.sql("SELECT Topic, CAST(Payload AS STRING), OrderingKey FROM tasks_of_sql").collect()
+        assert sorted(map(tuple, found)) == [("orders", "d", "k"), ("orders", "e", None)]
+        assert spark.table("tasks_of_view").count() == 2
     finally:
-        spark.catalog.dropTempView("tasks_of_sql")
+        spark.catalog.dropTempView("tasks_of_view")
+        spark.sql("DROP TABLE tasks_of_sql")
+
+
+def test_the_format_costs_other_sources_nothing():
+    """Spark imports it in each process that plans any Python source."""
+    code = (
+        "import sys, pyspark.sql.datasource; n = len(sys.modules); import pyspark_outbox; print(len(sys.modules) - n)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(found.stdout) < 100

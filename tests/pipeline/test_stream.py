@@ -21,8 +21,9 @@ from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
+from outbox_pipeline.source.datasource import OutboxStreamReader
 from outbox_pipeline.spanner import open_table
+from pyspark_outbox import OutboxDataSource
 from tests.support.operations import delete, insert, row, rows_of, update
 from tests.support.pipeline import DAY, Case, options
 from tests.support.processes import ROOT
@@ -132,6 +133,35 @@ def test_a_batch_before_the_retention_period_says_what_to_do(target: DatabaseSet
         of.partitions(start, end)
     # An old start is no problem, because the table is read as of the end.
     assert batch(of, start, {"sent_at": shown(now)}) == []
+
+
+def test_a_batch_before_the_retention_period_can_be_read_late(
+    target: DatabaseSettings, database: Database, capsys: pytest.CaptureFixture[str]
+):
+    """The log and the progress then name the gap: a task that was sent again since is missing."""
+    of = reader(target, failOnDataLoss="false")
+    now = open_table(target).now()
+    start, end = ({"sent_at": shown(now - timedelta(hours=hours))} for hours in (3, 2))
+    insert(database, [row("kept", SentAt=now - timedelta(hours=2.5)), row("again", SentAt=now - timedelta(hours=2.5))])
+    update(database, "again", SentAt=COMMIT_TIMESTAMP)
+    assert batch(of, start, end) == ["kept"]
+    gap = f"{start['sent_at']}/{end['sent_at']}"
+    assert gap in capsys.readouterr().err
+    assert of.latestOffset(end) != end
+    assert (of.reportLatestOffset() or {})["gap"] == gap
+
+
+def test_the_progress_of_a_query_has_its_lag(target: DatabaseSettings, database: Database):
+    """It ends where unread tasks are sent, even if a limit ends the batch earlier, or at the last read task."""
+    of = reader(target, since="2026-01-01T00:00:00Z", maxRowsPerTrigger="1")
+    start = of.initialOffset()
+    for id in "ab":
+        send(database, id)
+    times = sorted(shown(each["SentAt"]) for each in rows_of(database).values())
+    end = of.latestOffset(start, *limits(of))
+    assert end["sent_at"] < times[1] <= (of.reportLatestOffset() or {})["sent_at"]
+    last = of.latestOffset(end, *limits(of))
+    assert of.latestOffset(last) == last == of.reportLatestOffset()
 
 
 def test_unsupported_stream_options_are_refused(target: DatabaseSettings):

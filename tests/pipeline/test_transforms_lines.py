@@ -1,6 +1,7 @@
-"""Parsing of input files, rejected lines, and the write order of rows."""
+"""Lines of input files, with and without `--select`; rejected lines; and the write order of rows."""
 
 import gzip
+import itertools
 import json
 import random
 from pathlib import Path
@@ -14,17 +15,18 @@ from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register import in_order, prepared, read, selected
-from outbox_pipeline.jobs.texts import task_id
-from tests.support.pipeline import row
+from outbox_pipeline.jobs.register import in_order, read
+from outbox_pipeline.rows.texts import task_id
+from tests.support.pipeline import read_rows, row
 
 NO_OBJECT = "the line is not a JSON object: "
-BAD_CSV = "the line has more or fewer columns than the header, or bad quotes"
 BROKEN = (
     '{"data":"a"', '{"data":"a"} junk', '{"data":"a"}{"data":"b"}', '{"data":"a"},{"data":"b"}', '{"data":"a"}]',
     '{"data":"a"},', '[{"data":"a"}]', "[", "]", "]]", "}", "5", "null", '"text"', "text", "{data}", "{'data':'a'}",
     '{"data":NaN}', '{"data":01}', '{5:"a"}', '{"data":"a\tb"}', '{"data":' + "[" * 100_000, '{"data":"a",}',
 )  # fmt: skip
+WINDOWS = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
 
 
 def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
@@ -34,12 +36,15 @@ def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
     lines = [
         {**full, "n": 1},
         {"data": {"x": [1, None]}, "ordering_key": "k", "sequence": "7", "n": "key"},
-        {"data_base64": "/w==", "reason": "refused before", "line": "x", "topic": None, "n": ""},
+        {"data_base64": "/w==", "reason": "refused before", "line": "x", "file": "y", "topic": None, "n": ""},
     ]
-    kept = '{"n": 12345678901234567890.1234567890, "n":1.10 ,"t":"\\u00e9\\/","e":1E400}'
-    path.write_text("\n \n".join([*map(json.dumps, lines), f' {{"n":"x","data": {kept} }}']) + "\r\n\t\n", "utf-8")
-    rows = prepared(read(spark, str(path), "auto", ["n"]), topic="usual", key=["n"])
-    rows = rows.drop("task_id")
+    kept = '{"n": 12345678901234567890.1234567890, "n":1.10 ,"t":"\\u00e9\\/","e":1E400,"b":9007199254740993}'
+    text = "\n \n".join([*map(json.dumps, lines), f' {{"n":"x","data": {kept} }}']) + "\r\n\t\n"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    rows = read(spark, str(path), "auto", topic="usual", key=["n"])
+    again = read(spark, str(path), "auto", topic="usual", key=["n"], select="* EXCEPT (reason, line, file)")
+    assert sorted(map(repr, again.collect())) == sorted(map(repr, rows.collect()))
+    rows = rows.drop("task_id", "file")
     found = [{name: value for name, value in row.asDict().items() if value is not None} for row in rows.collect()]
     found = [{name: bytes(value) if name == "data" else value for name, value in row.items()} for row in found]
     assert found == [
@@ -54,24 +59,20 @@ def test_invalid_json_lines_are_kept(spark: SparkSession, tmp_path: Path):
     """A line with two objects is rejected. Otherwise the second one would be lost without an error."""
     path = tmp_path / "rows.json"
     others = {
-        '{"data":"a","dat":"b","Topic":"c","topic":"orders"}': "the line has unknown columns: dat, Topic",
         '{"data":"a","data":"b"}': "the line has the name data twice",
         '{"data":"\\ud800"}': "the line has half a surrogate pair in data",
     }
     path.write_text("\n".join((*BROKEN, *others, '{"data":"fine"}')))
-    rows = prepared(read(spark, str(path), "json"), topic="usual").select("data", "topic", "reason", "line")
-    found = [tuple(each) for each in rows.collect()]
-    assert found[len(BROKEN) :] == [
-        *((None, None, reason, line) for line, reason in others.items()),
-        (b"fine", "usual", None, None),
-    ]
-    for (data, topic, reason, kept), line in zip(found, BROKEN, strict=False):
-        assert (data, topic, kept) == (None, None, line)
+    found = [(each.data, each.reason, each.line) for each in read_rows(spark, path, "json", topic="usual")]
+    assert found[len(BROKEN) :] == [*((None, reason, line) for line, reason in others.items()), (b"fine", None, None)]
+    for (data, reason, kept), line in zip(found, BROKEN, strict=False):
+        assert (data, kept) == (None, line)
         assert reason.startswith((NO_OBJECT, "the line is not a JSON object that can be parsed: it is nested")), line
-
-
-WINDOWS = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
-CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
+    path.write_text('{"data":"a","dat":"b","other":"c","topic":"orders"}')
+    [other] = read(spark, str(path), "json").collect()
+    assert other.reason == "the line has unknown columns: dat, other"
+    with pytest.raises(SettingError, match="Unknown column 'dat'"):
+        read(spark, str(path), "json", select="*")
 
 
 @pytest.mark.parametrize(
@@ -91,21 +92,10 @@ def test_invalid_utf_8_is_rejected_and_not_replaced(
     path = tmp_path / name
     head = b"\xef\xbb\xbfdata,topic,n\n" if name.endswith("csv") else b""
     path.write_bytes(head + line.format(WINDOWS).encode("cp1252") + b"\n" + line.format("\ufffd").encode() + b"\n")
-    key = ["n"] if name.endswith("csv") else []
-    bad, good = prepared(read(spark, str(path), "auto", key), topic="orders", key=key).collect()
+    bad, good = read_rows(spark, path, topic="orders", key=["n"] if name.endswith("csv") else [])
     assert (bad.data, bad.reason) == (None, f"{column}. {CONVERT}")
     assert bad.line.startswith("(invalid UTF-8 was replaced) ")
     assert (good.reason is None) == (" in " in column or "csv" in name)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_utf_16_is_refused_with_a_remedy(spark: SparkSession, tmp_path: Path, encoding: str):
-    (tmp_path / "a.csv").write_text("data,topic\né,orders\n", encoding)
-    with pytest.raises(SettingError, match=r"a\.csv: the header .* is not valid UTF-8\. Convert the file to UTF-8"):
-        read(spark, f"{tmp_path}/a.csv", "auto")
-    (tmp_path / "a.jsonl").write_text('{"data":"a"}\n', encoding)
-    first, *_ = prepared(read(spark, f"{tmp_path}/a.jsonl", "auto"), topic="orders").collect()
-    assert first.reason == f"the line is not valid UTF-8. {CONVERT}"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -114,84 +104,88 @@ def test_csv_follows_rfc_4180(spark: SparkSession, tmp_path: Path, end: str):
     path = tmp_path / "rows.csv"
     lines = [
         "data,topic,a.b", '"a ""q"", b",orders,1', '"two\r\nlines\nthree",orders,2', ",orders,3", '"",orders,4',
-        '" é😀 ", sp ,5', 'x,"",6', "x,,7", '"""",orders,8', "'x',orders,9", "a\\,orders,10", '"\\""n",orders,11',
-        "#x,orders,12",
+        '" é😀 ", sp ,5', 'x,"",6', "x,,7", '"""",orders,8', "'x',orders,9", "a\\,orders,10", '"\\""n",orders,11', "",
+        '"NULL","NA",12', "#x,orders,13",
     ]  # fmt: skip
     path.write_bytes((end.join(lines) + end).encode())
-    found = prepared(read(spark, str(path), "auto", multi_line=True), topic="usual", key=["a.b"]).collect()
+    found = read_rows(spark, path, topic="usual", key=["a.b"], multi_line=True)
     assert [(each.data and bytes(each.data).decode(), each.topic, each.reason) for each in found] == [
         ('a "q", b', "orders", None), ("two\r\nlines\nthree", "orders", None), (None, "orders", None),
         (b"", "orders", None), (" é😀 ", " sp ", None), ("x", "", None), ("x", "usual", None), ('"', "orders", None),
-        ("'x'", "orders", None), ("a\\", "orders", None), ('\\"n', "orders", None), ("#x", "orders", None),
+        ("'x'", "orders", None), ("a\\", "orders", None), ('\\"n', "orders", None), ("NULL", "NA", None),
+        ("#x", "orders", None),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_csv_can_be_divided_anywhere(spark: SparkSession, tmp_path: Path, end: str):
-    """Otherwise one Spark task would read a whole file."""
+    """Otherwise one Spark task would read a whole file. With values of several lines, it does."""
     path = tmp_path / "rows.csv"
     lines = [f'"{n}, ""q"" é",orders,{n}' if n % 3 else f"{n},,{n}" for n in range(40)]
     path.write_bytes(end.join(["data,topic,n", *lines, ""]).encode())
-    whole = sorted(map(tuple, read(spark, str(path), "auto", multi_line=True).collect()))
-    assert len(whole) == 40
     size = spark.conf.get("spark.sql.files.maxPartitionBytes")
+    found = []
     for bytes in (41, 100, 333):
         spark.conf.set("spark.sql.files.maxPartitionBytes", str(bytes))
-        rows = read(spark, str(path), "auto")
-        assert rows.rdd.getNumPartitions() > 1
-        assert sorted(map(tuple, rows.collect())) == whole
+        for multi_line in (False, True):
+            rows = read(spark, str(path), "auto", topic="usual", key=["n"], multi_line=multi_line)
+            assert (rows.rdd.getNumPartitions() > 1) != multi_line
+            found.append(sorted(map(repr, rows.collect())))
     spark.conf.set("spark.sql.files.maxPartitionBytes", str(size))
+    assert len(found[0]) == 40
+    assert found.count(found[0]) == 6
 
 
-@pytest.mark.parametrize(
-    ("line", "end", "is_broken"),
-    [
-        ('"x,",orders', "\n", False),
-        ('5" pipe,orders', "\n", False),
-        ('"a,"",b",orders', "\n", False),
-        ('""', "\n", False),
-        ('orders,"x\ny"', "\n", True),
-        ('"""\n",orders', "\n", True),
-        ('orders,"{\n ""a"": 1,\n ""b"": 2}"', "\n", True),
-        ('"x\r\ny",orders', "\r\n", True),
-        ('"x\ny",orders', "\r\n", True),
-        ('"' + '""' * 100_000 + '\n",orders', "\n", True),
-        ('"' + '""' * 100_000 + '",orders', "\n", False),
-    ],
-)
-def test_a_line_break_in_a_value_of_csv_is_refused(
-    spark: SparkSession, tmp_path: Path, line: str, end: str, is_broken: bool
-):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(end.join(["data,topic", "fine,orders", line, ""]).encode())
-    if not is_broken:
-        assert len(read(spark, str(path), "csv").collect()) == 2
-        return
-    with pytest.raises(OutboxError, match="a value has a line break, or quotes that are not closed"):
-        read(spark, str(path), "csv")
+#: Lines of CSV with the columns data and topic, and why they are rejected, or None if they are rows.
+CSV: dict[str, str | None] = {
+    '"x,",orders': None, '5" pipe,orders': None, '"a,"",b",orders': None, '"' + '""' * 50_000 + '",orders': None,
+    '""': "the line has 1 values, but the header has 2 columns",
+    "many,orders,,": "the line has 4 values, but the header has 2 columns",
+    "," * 30_000: "the line has 30001 values, but the header has 2 columns",
+    '"say \\"hi\\"",orders': "the line has bad quotes: ',' expected after '\"'. Double the quotes inside of quotes",
+    '"a" b,orders': "the line has bad quotes: ',' expected after '\"'",
+    **{f"x,{text}": "topic is a text for NULL. Write nothing for NULL, or the text in quotes"
+       for text in ("NULL", "\\N", "<NA>", "null", "NA", "N/A", "#N/A", "nil", "nan", "None")},
+    "NULL,orders": "data is a text for NULL", "\\N,orders": "data is a text for NULL",
+    "null,orders": None, "nan,orders": None,
+}  # fmt: skip
 
 
 def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
-    path = tmp_path / "rows.csv"
-    path.write_text(
-        'data,topic,reason\nfine,orders,\nfew,orders\nmany,orders,,\nx,orders,y\n"open,orders,z\nw,orders,\n'
+    """Files may have other line ends and another order of columns. A text for NULL is allowed in unused columns."""
+    for ends in itertools.product(("\n", "\r\n"), repeat=2):
+        (tmp_path / "a.csv").write_bytes(f"data,topic{ends[0]}{''.join(f'{line}{ends[0]}' for line in CSV)}".encode())
+        (tmp_path / "b.csv").write_bytes(f"reason,topic,data{ends[1]}NULL,orders,fine".encode())
+        found = read_rows(spark, tmp_path, "csv")
+        assert [bytes(each.data) for each in found if each.file.endswith("b.csv")] == [b"fine"]
+        of_lines = [each for each in found if each.file.endswith("a.csv")]
+        for (line, reason), each in zip(CSV.items(), of_lines, strict=True):
+            assert (each.line, each.data is None) == ((line, True) if reason else (None, False)), line[:80]
+            assert (each.reason or "").startswith(reason or ""), line[:80]
+    given = read(spark, str(tmp_path), "csv", select="data, 'a' AS topic, data || '!' AS ordering_key")
+    assert (
+        sum(each.reason is None for each in given.collect())
+        == sum(not reason or "topic is" in reason for reason in CSV.values()) + 1
     )
-    with pytest.raises(OutboxError, match=r"rows\.csv: a value has .* in the line '\"open,orders,z'\. .* --multi-line"):
-        read(spark, str(path), "csv")
-    found = prepared(read(spark, str(path), "csv", multi_line=True)).select("data", "topic", "reason", "line").collect()
-    assert [tuple(each) for each in found] == [
-        (b"fine", "orders", None, None),
-        (None, None, BAD_CSV, "few,orders"),
-        (None, None, BAD_CSV, "many,orders,,"),
-        (b"x", "orders", None, None),
-        (None, None, BAD_CSV, '"open,orders,z\nw,orders,'),
-    ]
-    path.write_text("data,topic\nfine,orders\n" + "," * 30_000 + "\nfine,orders\n")
-    found = prepared(read(spark, str(path), "csv")).select("reason").collect()
-    assert [each.reason for each in found] == [None, BAD_CSV, None]
-    path.write_bytes(b"topic,data\norders,a\r\norders,b\n")
-    found = prepared(read(spark, str(path), "csv")).select("reason").collect()
-    assert [each.reason for each in found] == ["the line ends with CR LF, but the header with LF", None]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ['orders,"x\ny"', '"""\n",orders', 'orders,"{\n ""a"": 1}"', '"x\r\ny",orders', '"' + '""' * 100_000 + '\n",orders',
+     '"a\\"",orders', '"open,orders'],
+)  # fmt: skip
+def test_a_line_break_in_a_value_of_csv_is_refused(spark: SparkSession, tmp_path: Path, broken: str):
+    """With --multi-line, quotes that are not closed lose no row without a reject."""
+    path = tmp_path / "rows.csv"
+    for end in ("\n", "\r\n"):
+        path.write_bytes(end.join(["data,topic", "fine,orders", broken, *["more,orders"] * 500, ""]).encode())
+        with pytest.raises(OutboxError, match=r"rows\.csv: a value has a line break, or quotes .* --multi-line"):
+            read(spark, str(path), "csv")
+    found = read_rows(spark, path, "csv", multi_line=True)
+    lost = [each for each in found if each.reason]
+    is_open = broken.startswith(('"open', '"a\\"'))
+    assert len(lost) == is_open
+    assert len(found) - len(lost) + sum(each.line.count("more,orders") for each in lost) == 502 - is_open
 
 
 def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Path):
@@ -199,13 +193,22 @@ def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Pa
     rows.write.parquet(str(tmp_path / "rows.parquet"))
     line = b'{"data":"d","topic":"orders"}\n'
     (tmp_path / "rows.ndjson.gz").write_bytes(gzip.compress(line))
-    (tmp_path / "rows.JSONL").write_bytes(line)
+    for name in ("rows.JSONL", "rows", "rows[1].jsonl"):
+        (tmp_path / name).write_bytes(line)
+    (tmp_path / "rows1.jsonl").write_bytes(b'{"data":"another file","topic":"orders"}\n')
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b"data,topic\nd,orders\n"))
-    (tmp_path / "rows").write_bytes(line)
-    for path in ("rows.parquet", "rows.parquet/", "rows.parquet/*.parquet", "rows.ndjson.gz", "rows.JSONL", "*.csv.gz"):
-        [found] = prepared(read(spark, f"{tmp_path}/{path}", "auto")).collect()
+    for path in (
+        "rows.parquet",
+        "rows.parquet/",
+        "rows.parquet/*.parquet",
+        "rows.ndjson.gz",
+        "rows.JSONL",
+        "*.csv.gz",
+        "rows[1].jsonl",
+    ):
+        [found] = read_rows(spark, f"{tmp_path}/{path}")
         assert (found.data, found.topic) == (b"d", "orders"), path
-    [found] = prepared(read(spark, f"{tmp_path}/rows", "json")).collect()
+    [found] = read_rows(spark, f"{tmp_path}/rows", "json")
     assert found.data == b"d"
     for path in ("rows", "rows.txt", "rows.gz", "csv.d/rows"):
         with pytest.raises(SettingError, match=r"unknown extension\. Pass --input-format: parquet, json, csv"):
@@ -218,10 +221,9 @@ def test_no_column_of_a_parquet_file_is_lost(spark: SparkSession, tmp_path: Path
     (tmp_path / "month=01").mkdir()
     for name, columns in files.items():
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-    found = prepared(read(spark, str(tmp_path), "parquet"), topic="orders", key=["month", "data"]).orderBy("data")
+    found = read_rows(spark, tmp_path, "parquet", topic="orders", key=["month", "data"])
     ids = [task_id("orders", "01", data) for data in ("a", "b")]
-    rows = [tuple(each) for each in found.select("task_id", "ordering_key").collect()]
-    assert rows == [(ids[0], None), (ids[1], "k")]
+    assert {(each.task_id, each.ordering_key) for each in found} == {(ids[0], None), (ids[1], "k")}
     for keys, said in (
         ([7], r"bigint in .*/c\.parquet\. Write all"),
         (pa.nulls(1), r"int in .*/c\.parquet\..* If it has no"),
@@ -235,45 +237,71 @@ def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Pa
     (tmp_path / "head.csv").write_text("data,topic\n")
     (tmp_path / "nothing.csv").write_text("")
     (tmp_path / "nothing.jsonl").write_text("")
-    assert prepared(read(spark, f"{tmp_path}/head.csv", "auto")).collect() == []
-    assert prepared(read(spark, f"{tmp_path}/nothing.jsonl", "auto")).collect() == []
+    assert read_rows(spark, f"{tmp_path}/head.csv") == []
+    assert read(spark, f"{tmp_path}/nothing.jsonl", "auto").collect() == []
     with pytest.raises(OutboxError, match=r"nothing\.csv is empty"):
         read(spark, f"{tmp_path}/nothing.csv", "auto")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_spark_sql_makes_the_columns_of_tasks(spark: SparkSession, tmp_path: Path, kind: str):
-    """A line that cannot be parsed is rejected as without the SQL. A decimal is a key, and a date a time."""
+    """A row that it cannot make is rejected alone. A decimal is a key, and a date a time."""
     path = tmp_path / f"rows.{kind}"
+    values = "(7, 'é', '1.50'), (8, 'f', 'x')"
     if kind == "parquet":
-        spark.sql("SELECT 7 AS customer, 'é' AS name, 1.50 AS cents").write.parquet(str(path))
+        spark.sql(f"SELECT * FROM VALUES {values} AS t(customer, name, cents)").coalesce(1).write.parquet(str(path))
     elif kind == "csv":
-        path.write_text('customer,name,cents\n7,é,1.50\n7,"é\n')
+        path.write_text('customer,name,cents,not used\n7,é,1.50,NULL\n7,"é,\n8,f,x,\n')
     else:
-        path.write_text('{"customer":7,"name":"é","cents":1.5}\n{"customer":\n')
+        path.write_text('{"customer":7,"name":"é","cents":1.50}\n{"customer":\n{"customer":8,"name":"f","cents":"x"}\n')
     select = (
-        "to_json(struct(*)) AS data, 'c-' || customer AS ordering_key,\n CAST(cents AS DECIMAL(9, 2)) AS cents, "
+        "to_json(struct(customer, name, cents)) AS data, 'c-' || customer AS ordering_key,\n"
+        "CAST(cents AS DECIMAL(9, 2)) AS cents, CAST(CAST(cents AS DECIMAL(9, 2)) AS INT) AS priority, "
         "CAST(DATE'2090-01-01' AS TIMESTAMP) AS available_at -- a comment"
     )
-    rows = selected(read(spark, str(path), "auto", any_columns=True, multi_line=True), select)
-    first, *bad = prepared(rows, topic="orders", key=["cents"]).collect()
-    typed, texts = {"customer": 7, "name": "é", "cents": 1.5}, {"customer": "7", "name": "é", "cents": "1.50"}
-    assert json.loads(first.data) == (texts if kind == "csv" else typed)
-    assert (first.ordering_key, first.task_id) == ("c-7", task_id("orders", "1.50"))
-    assert [each.line for each in bad] == {"jsonl": ['{"customer":'], "csv": ['7,"é'], "parquet": []}[kind]
-    assert all(each.reason.startswith("the line ") for each in bad)
+    first, *bad = read(
+        spark, str(path), "auto", select=select, topic="orders", key=["cents"], multi_line=True
+    ).collect()
+    customer = 7 if kind == "parquet" else "7"
+    assert json.loads(first.data) == {"customer": customer, "name": "é", "cents": "1.50"}
+    assert (first.ordering_key, first.task_id, first.priority) == ("c-7", task_id("orders", "1.50"), 1)
+    lines = {
+        "jsonl": ['{"customer":', '{"customer":8,"name":"f","cents":"x"}'],
+        "csv": ['7,"é,\n8,f,x,'],
+        "parquet": ['{"customer":8,"name":"f","cents":"x"}'],
+    }
+    assert [each.line for each in bad] == lines[kind]
+    assert all(f"{path}" in each.file for each in bad)
+    if kind != "csv":
+        assert bad[-1].reason == "--select cannot compute the column cents of this row"
 
 
-def test_an_error_of_the_sql_has_its_position(spark: SparkSession, tmp_path: Path):
+def test_without_data_the_message_is_the_line(spark: SparkSession, tmp_path: Path):
+    line = b'{"z": 9007199254740993, "a":1.50,"n":null,"o":{}}'
+    (tmp_path / "rows.jsonl").write_bytes(b" " + line + b"\r\n")
+    [made] = read(spark, str(tmp_path), "json", select="a AS ordering_key, n AS topic", topic="orders").collect()
+    assert (made.data, made.ordering_key, made.topic) == (line, "1.50", "orders")
+
+
+@pytest.mark.parametrize(
+    ("select", "said"),
+    [
+        ("customer AS data,\n colour AS topic", r"\[UNRESOLVED_COLUMN.* `colour` .*\[`customer`\].* line 2 pos 1"),
+        ("customer AS AS data", r"\[PARSE_SYNTAX_ERROR\] Syntax error at or near 'data'.*line 1, pos 15"),
+        ("nothing(customer) AS data", r"\[UNRESOLVED_ROUTINE\].*`nothing`.*line 1 pos 0"),
+        ("explode(array(customer)) AS data", r"\[UNSUPPORTED_GENERATOR"),
+        ("count(*) AS data", "an expression can use one row only"),
+        ("row_number() OVER (ORDER BY customer) AS data", "an expression can use one row only"),
+        *((f"{name} AS data", "has another value at each attempt, which would register other tasks")
+          for name in ("uuid()", "rand()", "now()", "current_timestamp()", "CAST(current_date() AS STRING)",
+                       "unix_timestamp()", "monotonically_increasing_id()")),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_sql_has_its_position(spark: SparkSession, tmp_path: Path, select: str, said: str):
     (tmp_path / "rows.jsonl").write_text('{"customer":7}')
-    for select, said in (
-        ("customer AS data,\n colour AS topic", r"--select: \[UNRESOLVED_COLUMN.* `colour` .*customer.* line 2 pos 1"),
-        ("customer AS AS data", r"--select: \[PARSE_SYNTAX_ERROR\] Syntax error at or near 'data'.*line 1, pos 15"),
-        ("nothing(customer) AS data", r"--select: \[UNRESOLVED_ROUTINE\].*`nothing`.*line 1 pos 0"),
-    ):
-        with pytest.raises(SettingError, match=said) as raised:
-            selected(read(spark, str(tmp_path), "json", any_columns=True), select)
-        assert "\n" not in str(raised.value)
+    with pytest.raises(SettingError, match=f"--select: .*{said}") as raised:
+        read(spark, str(tmp_path), "json", select=select)
+    assert "\n" not in str(raised.value)
 
 
 LEAST = -(2**63)

@@ -17,8 +17,8 @@ import outbox
 from outbox.testing import RecordingTransaction
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register import prepared
-from outbox_pipeline.jobs.register_rows import COLUMNS, Writer, check, complete
-from outbox_pipeline.jobs.texts import CONVERT, derived, task_id, whole_row_id
+from outbox_pipeline.rows.register_rows import COLUMNS, Writer, check, complete
+from outbox_pipeline.rows.texts import CONVERT, derived, task_id, whole_row_id
 from tests.support.pipeline import ROWS, FakeTable, row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)

@@ -12,7 +12,7 @@ import outbox_pipeline
 
 url, folder = sys.argv[1], Path(sys.argv[2])
 options = dict(each.split("=", 1) for each in sys.argv[3:])
-spark = SparkSession.builder.remote(url).config("spark.sql.shuffle.partitions", "1").getOrCreate()
+spark = SparkSession.builder.remote(url).getOrCreate()
 
 rows = spark.range(20).select(f.col("id").cast("string").alias("task_id"), f.lit("orders").alias("topic"))
 rejected = f.when(f.col("task_id") != "7", f.lit("data"))

@@ -28,7 +28,7 @@ from outbox_pipeline.jobs import replay as replay_job
 from outbox_pipeline.jobs.archive import Archived
 from outbox_pipeline.jobs.archive_files import read_archive
 from outbox_pipeline.jobs.audit import Audited
-from outbox_pipeline.jobs.register import Registered, register
+from outbox_pipeline.jobs.register import Registered, read, register
 from outbox_pipeline.jobs.replay import Replayed
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.spark_tasks import Rows
@@ -45,7 +45,7 @@ MICROSECOND = timedelta(microseconds=1)
 Published = tuple[str, datetime]
 
 #: A user's columns, in the types that Spark reads from Parquet.
-ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
+ROWS = StructType([field for field in schemas.INPUT if field.name not in ("created_at", "file", "line", "reason")])
 
 
 def row(**columns: Any) -> dict[str, Any]:
@@ -120,6 +120,13 @@ class Case:
         names = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Reason", "Selection", "Tasks")
         found = query(self.database, f"SELECT {', '.join(names)} FROM AsynchronousTaskOperations ORDER BY StartedAt")
         return [dict(zip(names, each, strict=True)) for each in found]
+
+
+def read_rows(spark: SparkSession, path: object, format: str = "auto", **how: Any) -> list[Any]:
+    """Return the rows of files to register, which are the same with `--select "*"`."""
+    found, again = (read(spark, str(path), format, select=select, **how).collect() for select in ("", "*"))
+    assert sorted(map(repr, again)) == sorted(map(repr, found))
+    return found
 
 
 def counts(done: Registered) -> tuple[int, int, int, int, int]:

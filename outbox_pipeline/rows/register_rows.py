@@ -4,54 +4,66 @@ Spark can run a Spark task again, and a row can occur twice. A row whose task ex
 existing task is different, the row is rejected.
 """
 
-import contextlib
 import itertools
 import json
+import logging
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pyarrow as pa
-from pyarrow.fs import FileSystem
-from pyspark import TaskContext
 from pyspark.sql import types as t
 
-from outbox import InvalidMessage, OutboxError, Priority, Task
+from outbox import InvalidMessage, Priority, Task
 from outbox.base.values import shown
 from outbox.errors import SettingError
 from outbox.message import parsed
-from outbox.program.settings import DatabaseSettings, SettingType
+from outbox.program.settings import DatabaseSettings, Settings, metrics_setting
 from outbox.registration import COLUMNS as REGISTERED
 from outbox.registration import task_row
-from outbox_pipeline import job_settings, schemas
-from outbox_pipeline.jobs.texts import (
+from outbox.table.states import LONG_AGO
+from outbox_pipeline import schemas
+from outbox_pipeline.rows.text_files import REPLACED, TextFiles, null_text
+from outbox_pipeline.rows.texts import (
     CONVERT,
     EPOCH,
     MICROSECOND,
     derived,
     members_of,
-    members_of_line,
     text,
     whole_row_id,
 )
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import PIPELINE_ROWS, Metrics
+
+_log = logging.getLogger("outbox_pipeline")
 
 #: The columns of rows, described in docs/pipeline/register.md.
 COLUMNS = (
     "task_id", "topic", "data", "data_base64", "attributes", "priority", "ordering_key", "available_at", "expires_at",
     "at_most_once", "sequence",
 )  # fmt: skip
+#: The columns that the source has under other names, and those that the outbox sets itself.
+_OF_SOURCE = {
+    "Id": "task_id", "Topic": "topic", "Payload": "data", "Attributes": "attributes", "Priority": "priority",
+    "OrderingKey": "ordering_key", "Sequence": "sequence", "AvailableAt": "available_at", "ExpiresAt": "expires_at",
+    "AtMostOnce": "at_most_once",
+}  # fmt: skip
+#: The serialized message, which has the data and the attributes.
+_MESSAGE = "Data"
+_SET = {*schemas.TASK.names} - {*_OF_SOURCE, _MESSAGE}
 #: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
-OF_REJECTS = ("reason", "line")
-#: A column of JSON lines, as bytes. And columns for a line that cannot be parsed: the line, and the reason.
-LINE, UNPARSED, PARSE_ERROR = "_json", "_line", "_why"
+OF_REJECTS = ("reason", "file", "line")
+#: All columns that rows may have, besides those of the key.
+KNOWN = frozenset({*COLUMNS, *OF_REJECTS, *_OF_SOURCE, *_SET, _MESSAGE})
+#: Columns of rows from files, of which no file has one: the file, the line, and why the line is rejected.
+FILE, LINE, WHY = HIDDEN = ("(outbox) file", "(outbox) line", "(outbox) reason")
 
 _INTEGERS = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
 #: Types of whole numbers in pandas, if a value of the column is missing.
@@ -63,18 +75,18 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?")
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,6}0*)?)?) ?(Z|[+-]\d\d:?\d\d)", re.ASCII)
 _FLAGS = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
 _YEARS = "is outside of the years 1 to 9999 in UTC"
-#: Precedes a line in which invalid UTF-8 was replaced, so that the line cannot be registered by accident.
-_REPLACED = "(invalid UTF-8 was replaced) "
 _NOTHING = dict.fromkeys(schemas.INPUT.fieldNames())
 
+#: Rows that are parsed at once.
+_SOME = 1_000
 #: Max tasks in one commit. If one ID exists, the whole chunk is tried again.
 REGISTER_ROWS = 100
-#: Bytes of rejected rows that are written at once.
-_FILE_BYTES = 1_000_000
 _TAG = "outbox-pipeline-register"
 
 COUNTS = ("registered", "existing", "repeated", "rejected")
-ANSWER = schemas.counts(*COUNTS)
+#: A row with counts, or with a rejected row.
+ANSWER = t.StructType([*schemas.counts(*COUNTS), t.StructField("reject", schemas.REJECT)])
+_ZERO = dict.fromkeys(COUNTS, 0)
 
 _ID, _TOPIC, _DATA, _KEY = 0, 1, 2, 4
 #: The columns in which an existing task is compared with a row. They never change after the insert.
@@ -136,25 +148,32 @@ _FORMATS = {
 
 
 def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
-    """Check the columns of rows. Raises SettingError if one is unknown, missing or of a wrong type."""
-    names = schema.fieldNames()
-    there = ", ".join(names)
-    known = {*COLUMNS, *OF_REJECTS, *key}
-    if unknown := [name for name in names if name not in known | {LINE, UNPARSED, PARSE_ERROR}]:
+    """Check the columns of rows. Raises SettingError if one is unknown, missing, there twice or of a wrong type."""
+    given = [name for name in schema.fieldNames() if name not in HIDDEN]
+    there = ", ".join(given)
+    schema = t.StructType([t.StructField(_OF_SOURCE.get(field.name, field.name), field.dataType) for field in schema])
+    names = [_OF_SOURCE.get(name, name) for name in given]
+    if unknown := [name for name in names if name not in KNOWN.union(key)]:
         raise SettingError(
             f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(COLUMNS)}"
         )
-    found = known if LINE in names else set(names)  # any line can have any of them
-    if not {"data", "data_base64"} & found:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SettingError(f"Column {twice[0]!r} is there twice. The rows have {there}")
+    if _MESSAGE in names and not isinstance(schema[_MESSAGE].dataType, t.BinaryType):
+        raise SettingError(
+            f"Column {_MESSAGE} is {schema[_MESSAGE].dataType.simpleString()}, but must be a serialized PubsubMessage, "
+            "as the source has it. The data of a message is the column data or Payload"
+        )
+    if not {"data", "data_base64", _MESSAGE} & {*names}:
         raise SettingError(f"Column data or data_base64 is missing. The rows have {there}")
-    if not topic and "topic" not in found:
+    if not topic and "topic" not in names:
         raise SettingError(f"Column topic is missing. Add it or pass a topic. The rows have {there}")
     for name in filter(names.__contains__, COLUMNS):
         _check_type(name, schema[name].dataType)
     for name in key:
-        if name not in found:
+        if name not in given:
             raise SettingError(f"Key column {name!r} is missing. The rows have {there}")
-        if name in names and not isinstance(type_ := schema[name].dataType, _KEY_TYPES):
+        if not isinstance(type_ := schema[_OF_SOURCE.get(name, name)].dataType, _KEY_TYPES):
             raise SettingError(
                 f"Key column {name} is {type_.simpleString()}. Cast it to a string, such as with --select"
             )
@@ -177,55 +196,66 @@ def complete(names: Sequence[str], topic: str, key: Sequence[str], batches: Iter
     so that an incomplete row cannot be registered by accident.
     """
     for batch in batches:
-        columns = zip(*map(_values, batch.columns), strict=True)
-        yield [_completed(dict(zip(names, each, strict=True)), topic, key) for each in columns]
+        found = []
+        for each in zip(*map(_values, batch.columns), strict=True):
+            row = dict(zip(names, each, strict=True))
+            hidden = [row.pop(name, None) for name in HIDDEN]
+            found.append(_completed(row, topic, key, hidden))
+        yield found
 
 
-def _completed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
-    given = _of_line(given, key) if LINE in given else given
+def complete_lines(
+    files: TextFiles, topic: str, key: Sequence[str], batches: Iterator[pa.RecordBatch]
+) -> Iterator[Rows]:
+    """Yield the lines of text files as `complete` does."""
+    used = {*COLUMNS, *_OF_SOURCE, *key}
+    for some in _chunks(files.records(batches)):
+        rows = []
+        for each in some:
+            nulls = [name for name in each.nulls if name in used]
+            why = each.why or (null_text(nulls[0]) if nulls else None)
+            rows.append(_completed(each.values, topic, key, (each.file, each.line, why)))
+        yield rows
+
+
+def _completed(
+    given: Mapping[str, Any], topic: str, key: Sequence[str], hidden: Sequence[str | None]
+) -> dict[str, Any]:
+    """Return a row of `schemas.INPUT`. `hidden` has the values of HIDDEN."""
+    file, line, why = hidden
     try:
-        return _parsed(given, topic, key)
+        if why is not None:
+            raise ValueError(why)  # noqa: TRY301 - one way to reject
+        return {**_parsed(given, topic, key), "file": file}
     except ValueError as error:
-        line = given.get(UNPARSED)
         if line is None:
-            line = json_line({name: value for name, value in given.items() if name not in (UNPARSED, PARSE_ERROR)})
-        line = line.text if isinstance(line, _Unusable) else line
-        is_replaced = any(isinstance(value, _Unusable) and value.why != _YEARS for value in given.values())
-        return {**_NOTHING, "reason": str(error), "line": f"{_REPLACED}{line}" if is_replaced else line}
+            is_replaced = any(isinstance(value, _Unusable) and value.why != _YEARS for value in given.values())
+            line = f"{REPLACED if is_replaced else ''}{json_line(given)}"
+        return {**_NOTHING, "reason": str(error), "line": line, "file": file}
 
 
-def _of_line(given: Mapping[str, Any], key: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a JSON line and of its folders, or UNPARSED and PARSE_ERROR."""
-    folders = {name: value for name, value in given.items() if name != LINE}
-    try:
-        members = members_of_line(given[LINE])
-    except ValueError as error:
-        reason = str(error)
-    else:
-        known = {*COLUMNS, *OF_REJECTS, *key} - folders.keys()
-        others = ", ".join(name for name in members if name not in known)
-        if not others:
-            return folders | {name: value for name, value in members.items() if name not in OF_REJECTS}
-        reason = f"the line has unknown columns: {others}"
-    if folders:  # the line does not have their columns
-        where = "/".join(f"{name}={value or 'NULL'}" for name, value in folders.items())
-        reason += f" (folder {where})"
-    [line] = _values(pa.array([given[LINE]]).view(pa.string()))
-    return {UNPARSED: line, PARSE_ERROR: reason}
-
-
-def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
-    """Return a row of `schemas.INPUT`. The ValueError has the reason to reject it."""
-    if given.get(PARSE_ERROR) is not None:
-        raise ValueError(given[PARSE_ERROR])
+def _values_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of COLUMNS, except `data_base64`, under whichever names they have."""
     for name, value in given.items():
         if isinstance(value, _Unusable):
             raise ValueError(f"{name} {value.why}")  # noqa: TRY004 - a value, not a type of the caller
     values = {name: _value(name, given.get(name)) for name in COLUMNS}
-    as_base64 = values.pop("data_base64")
-    if values["data"] is not None and as_base64 is not None:
-        raise ValueError("both data and data_base64")
-    row = {**_NOTHING, **values, "data": as_base64 if values["data"] is None else values["data"]}
+    for other, name in [*_OF_SOURCE.items(), ("data_base64", "data")]:
+        if given.get(other) is not None:
+            if values[name] is not None:
+                raise ValueError(f"both {name} and {other}")
+            values[name] = values[other] if other in values else _value(name, given[other])
+    if _MESSAGE in given:
+        if (message := parsed(given[_MESSAGE])) is None:
+            raise ValueError(f"{_MESSAGE} is no serialized PubsubMessage")
+        values |= {"data": message.data, "attributes": dict(message.attributes)}
+    del values["data_base64"]
+    return values
+
+
+def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
+    """Return a row of `schemas.INPUT`. The ValueError has the reason to reject it."""
+    row = {**_NOTHING, **_values_of(given), "created_at": given.get("CreatedAt")}
     row["topic"] = (topic or None) if row["topic"] is None else row["topic"]
     # An empty key is no key, as in outbox.register, so rows without a key need not be in one partition.
     row["ordering_key"] = row["ordering_key"] or None
@@ -302,69 +332,61 @@ def _json_value(value: Any) -> str:
     return value.text if isinstance(value, _Unusable) else str(value)
 
 
-def _folder(text: str) -> str:
-    """Return a URL, or the absolute path of a folder of the driver. Raises ValueError if pyarrow does not know it."""
-    path = text if ":" in text.partition("/")[0] else str(Path(text).absolute())
-    FileSystem.from_uri(path)
-    return path
-
-
-#: The folder of rejected rows, in which each run has a folder.
-REJECTS = SettingType(_folder, job_settings.REJECTS.allowed)
-
-
-def new_run() -> str:
-    """Return a unique name for the folder of a run."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
-
-
-def register_rows(
-    database: DatabaseSettings, began: datetime, rate: float, rejects: str | None, batches: Iterator[Rows]
-) -> Iterator[Rows]:
-    """Register rows of `schemas.INPUT` in a Spark task, and yield their counts, a row of ANSWER.
+def register_rows(database: DatabaseSettings, began: datetime, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Register rows of `schemas.INPUT` in a Spark task, and yield rows of ANSWER: each rejected row, and the counts.
 
     `began` is the start of the job by the database's clock. `rate` is rows per second of this Spark task, 0 is no
-    limit. `rejects` is the folder for rejected rows. Without it, raises OutboxError for the first rejected row.
+    limit.
     """
-    with _rejecting(rejects) as reject:
-        writer = Writer(open_table(database), began, reject, Pace(rate))
-        for row in itertools.chain.from_iterable(batches):
+    rejected = list[dict[str, Any]]()
+    writer = Writer(open_table(database), began, rejected.append, Pace(rate))
+    for rows in batches:
+        for row in rows:
             writer.add(row)
-        writer.flush()
-    yield [writer.counts]
+        yield [{**_ZERO, "reject": each} for each in rejected]
+        rejected.clear()
+    writer.flush()
+    yield [*({**_ZERO, "reject": each} for each in rejected), {**writer.counts, "reject": None}]
 
 
-@contextlib.contextmanager
-def _rejecting(folder: str | None) -> Iterator[_Reject]:
-    """Yield a function that writes a row with its reason to the file of this Spark task.
+def register_in_key_order(database: DatabaseSettings, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Do the same for a partition of a stream, which Spark cannot sort."""
+    yield from register_rows(database, open_table(database).now(), rate, _chunks(in_key_order(batches)))
 
-    The file gets its name when the Spark task ends, so an attempt that is killed does not damage that of another one.
-    """
-    task: Any = TaskContext.get()
-    opened: list[tuple[Any, str, Any]] = []  # the file system, the name at the end and the stream, after the first row
 
-    def reject(row: dict[str, Any]) -> None:
-        if folder is None:
-            raise OutboxError(
-                f"A row is rejected: {row['reason']}. The row is "
-                f"{(row['line'] or json_line(row | {'reason': None}))[:1000]}. "
-                "Correct it, or pass the option rejects, a folder for rejected rows"
-            )
-        if not opened:
-            system, path = FileSystem.from_uri(folder)
-            system.create_dir(path, recursive=True)
-            name = f"{path}/part-{task.partitionId():05}.json"
-            stream = system.open_output_stream(f"{name}.{task.taskAttemptId()}", buffer_size=_FILE_BYTES)
-            opened.append((system, name, stream))
-        opened[0][-1].write(f"{json_line(row)}\n".encode())
+def _chunks(rows: Iterator[Any]) -> Iterator[list[Any]]:
+    while some := list(itertools.islice(rows, _SOME)):
+        yield some
 
-    try:
-        yield reject
-    finally:
-        for _, _, stream in opened:
-            stream.close()
-    for system, name, _ in opened:
-        system.move(f"{name}.{task.taskAttemptId()}", name)
+
+def in_key_order(batches: Iterator[Rows]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows, and last those that their key orders, which are held in memory until then."""
+    ordered = []
+    for row in itertools.chain.from_iterable(batches):
+        if row["ordering_key"] is None or row["sequence"] is row["created_at"] is None:
+            yield row
+        else:
+            ordered.append(row)
+    yield from sorted(ordered, key=lambda row: (row["created_at"] or LONG_AGO, row["sequence"] or 0, row["task_id"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reporting(Settings):
+    """The setting of a write that no job makes."""
+
+    metrics: str = metrics_setting()
+
+
+def report(job: str, counts: Mapping[str, int], batch: int | None) -> None:
+    """Log and count the outcomes of the rows of a write, or of a batch of a stream, where OUTBOX_METRICS says."""
+    metrics = Metrics(client(_Reporting.read({}).metrics))
+    fields = {**counts, "batch": batch}
+    text = f"{job}: " + ", ".join(f"{number} {name}" for name, number in counts.items())
+    _log.log(logging.WARNING if counts["rejected"] else logging.INFO, text, extra={"action": job, "fields": fields})
+    for name, number in counts.items():
+        if number:
+            metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
+    metrics.stop()
 
 
 @dataclass
@@ -440,7 +462,9 @@ class Writer:
 
     def _reject(self, row: Mapping[str, Any], reason: str) -> None:
         self.counts["rejected"] += 1
-        self.reject({**row, "reason": reason})
+        data = {} if row["data"] is None else {"data_base64": _json_value(row["data"])}
+        times = {name: shown(row[name]) for name in ("available_at", "expires_at") if row[name] is not None}
+        self.reject({**dict.fromkeys(schemas.REJECT.names), **row, **data, **times, "reason": reason})
 
 
 def _task(row: Mapping[str, Any]) -> _Row:

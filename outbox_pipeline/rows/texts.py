@@ -63,7 +63,7 @@ def members_of_line(line: bytes) -> dict[str, str | None]:
     try:
         return members_of(text)
     except json.JSONDecodeError as error:
-        if "\0" in text or not _is_text(text):  # UTF-16 has null characters
+        if "\0" in text or not is_text(text):  # UTF-16 has null characters
             raise ValueError(f"the line is not valid UTF-8. {CONVERT}") from None
         raise ValueError(f"the line is not a JSON object: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
@@ -107,16 +107,17 @@ def _value(text: str, begin: int, name: str) -> tuple[str | None, int]:
     """Return the value that begins at a place, and its end."""
     value, end = _DECODER.raw_decode(text, begin)
     written = text[begin:end]
-    if not _is_text(written):
+    if not is_text(written):
         raise ValueError(f"is not valid UTF-8 in {name[:100]}. {CONVERT}")
     if value is None or written[0] != '"':
         return None if value is None else written, end
-    if not _is_text(value):
+    if not is_text(value):
         raise ValueError(f"has half a surrogate pair in {name[:100]}")
     return value, end
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
+    """Tell whether a text is valid Unicode, without the surrogates of invalid bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:
