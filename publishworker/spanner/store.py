@@ -69,13 +69,15 @@ LIVENESS_TIMEOUT_SECONDS = 14
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The live workers, and the IDs of workers whose heartbeat is so old that its row may be deleted.
+    """The workers that have a heartbeat row.
 
-    `live` maps the ID of each live worker to the seconds until its liveness timeout. `layouts` are the layouts to poll,
+    `live` maps the ID of each live worker to the seconds until its liveness timeout. `silent` are those that have timed
+    out, and `gone` are the ones of them whose row is so old that it may be deleted. `layouts` are the layouts to poll,
     as the database records them. They are empty until the table's first reshard.
     """
 
     live: Mapping[str, float] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     layouts: tuple[Layout, ...] = ()
 
@@ -164,8 +166,10 @@ class SpannerStore:
     def _workers(self, heartbeats: Sequence[Sequence[Any]], layouts: Sequence[Sequence[Any]]) -> Workers:
         recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
         self.layouts = recorded or self.layouts
+        live = {id: left for id, age, timeout, _ in heartbeats if (left := timeout - age / 1000) > 0}
         return Workers(
-            live={id: left for id, age, timeout, _ in heartbeats if (left := timeout - age / 1000) > 0},
+            live=live,
+            silent=frozenset(id for id, *_ in heartbeats if id not in live),
             gone=frozenset(id for id, age, *_ in heartbeats if age / 1000 > FORGET_WORKER_SECONDS),
             layouts=recorded,
         )

@@ -5,8 +5,12 @@ timeout (14 s, or 29 s if it is idle), the others take over its shards when they
 read the same rows compute the same assignment. If two workers poll one shard, they wait for each other's row locks. If
 no worker polls a shard, its tasks wait until the liveness timeout and the next poll. Correctness depends only on the
 row locks.
+
+While Spanner refuses writes, all heartbeats become old. A worker that then took over shards would publish the tasks
+that the others have published and cannot mark. So silence counts as an end only for a worker that can write.
 """
 
+import contextlib
 import hashlib
 import math
 import time
@@ -66,6 +70,8 @@ class Membership:
         self._failure: StoreError | None = None
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
+        #: Since when each heartbeat was written in time, after one that was not.
+        self._writes_since = float("-inf")
         self._assigned_at = clock()
         self._next_timeout_at = math.inf
         self._live: frozenset[str] = frozenset({worker})
@@ -112,18 +118,35 @@ class Membership:
         """Return the seconds until another worker is no longer live, if none of them writes a heartbeat."""
         return max(0.0, self._next_timeout_at - self._clock())
 
+    @property
+    def _is_silent(self) -> bool:
+        """Tell whether this worker's last heartbeat was not written, or has timed out."""
+        return self._failure is not None or self._liveness_timeout <= self._clock() - self._heartbeat_at < math.inf
+
+    @property
+    def _can_tell(self) -> bool:
+        """Tell whether silent workers have ended: they have had as much time to write as this worker."""
+        return not self._is_silent and self._clock() - self._writes_since >= LIVENESS_TIMEOUT_SECONDS
+
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due. If writes fail, others take over."""
+        """Write the heartbeat if it is due. If writes fail, workers whose writes succeed take over."""
         if self.seconds_to_heartbeat > 0:
             return
-        self._heartbeat_at = self._clock()
-        self._failure = None
-        try:
+        with contextlib.suppress(StoreError):
             self._write(self.layouts)
-        except StoreError as error:
-            self._failure = error
 
     def _write(self, layouts: Sequence[Layout]) -> None:
+        was_silent, self._heartbeat_at = self._is_silent, self._clock()
+        try:
+            self._write_row(layouts)
+        except StoreError as error:
+            self._failure = error
+            raise
+        if was_silent:
+            self._writes_since = self._heartbeat_at
+        self._failure = None
+
+    def _write_row(self, layouts: Sequence[Layout]) -> None:
         liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
         # Before the first assignment, the worker knows no topic to poll, so it says that it polls no shard.
         info = self.info(self.shards if self._is_assigned else ())
@@ -143,10 +166,14 @@ class Membership:
         """
         self._assigned_at = self._clock()
         if self._failure is not None:  # only the heartbeat failed, because the read succeeded. `Worker` logs outages
-            sentence = f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards."
+            sentence = f"Heartbeat failed: {self._failure}. Until one succeeds, this worker takes over no shards."
             self._throttled_log.log("heartbeat_failed", "", sentence)
-        self._gone = workers.gone - {self._worker}
+        if self._is_silent and not self._is_assigned:  # it began in an outage, and the others do not know it yet
+            self._write(self.layouts)
+            self._live |= workers.silent
         others = {id: seconds for id, seconds in workers.live.items() if id != self._worker}
+        others |= dict.fromkeys(self._kept(workers), float(LIVENESS_TIMEOUT_SECONDS))
+        self._gone = workers.gone - {self._worker} if self._can_tell else frozenset()
         self._next_timeout_at = self._clock() + min(others.values(), default=math.inf)
         live = frozenset({*others, self._worker})  # this worker is live even if its row timed out
         layouts = workers.layouts or self.layouts
@@ -157,6 +184,15 @@ class Membership:
             log.info("This worker polls %s", columns, extra={"action": "reshard"})
         self._divide(live, layouts)
         self._is_assigned = True
+
+    def _kept(self, workers: Workers) -> frozenset[str]:
+        """Return the silent workers that stay live, because this worker cannot tell whether they have ended."""
+        silent = self._live & workers.silent - {self._worker}
+        if silent and self._can_tell:
+            with contextlib.suppress(StoreError):
+                self._write(self.layouts)  # writes may have begun to fail since the last heartbeat
+                return frozenset()
+        return silent
 
     def _divide(self, live: frozenset[str], layouts: tuple[Layout, ...]) -> None:
         """Take this worker's part of the shards if the live workers or the layouts have changed."""

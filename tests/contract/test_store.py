@@ -202,7 +202,7 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
     for name, seconds, liveness_timeout in (("fresh", 5, 14), ("silent", 20, 14), ("late", 20, 50), ("gone", 7200, 14)):
         harness.seen(name, seconds, liveness_timeout)
     workers = discovered(harness).workers
-    assert workers == Workers(workers.live, frozenset({"gone"}))
+    assert workers == Workers(workers.live, frozenset({"silent", "gone"}), frozenset({"gone"}))
     expected = {"here": 14, "quiet": 29, "leaving": 14, "fresh": 9, "late": 30}
     assert workers.live == {name: pytest.approx(seconds, abs=4) for name, seconds in expected.items()}
     harness.store.delete_heartbeat("leaving")

@@ -113,6 +113,22 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
     assert trial.audit(duplicates=0).kept()
 
 
+@pytest.mark.long("the simulation refuses writes, too")
+def test_spanner_refuses_writes(trial: Trial) -> None:
+    """Spanner answers reads, and refuses all commits of the workers for a minute, heartbeats included.
+
+    Promised: No task is lost or published twice. The workers keep their shards, and mark what they have published when
+    commits work again.
+    """
+    with field_of(trial, 2, ("spanner",)) as field:
+        with calls("spanner", "Commit", Fault.REFUSED, 1.0)(field, 60.0):
+            for _ in range(4):
+                trial.register(20)
+                lasting(15.0)
+        trial.settle()
+    assert trial.audit(duplicates=0).kept()
+
+
 NOTHING = "No task is lost or published twice."
 UNANSWERED = "No task is lost. At most the requests that Pub/Sub had not answered are published again."
 UNMARKED = "No task is lost. At most the tasks that were published but not marked at its start are published again."

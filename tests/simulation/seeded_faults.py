@@ -204,6 +204,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a refused request is split": (publisher, "_record_answer", fails_as_a_whole),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
+    "a worker that cannot write takes over no shards": (Membership, "_kept", always(frozenset())),
     "every shard is polled": (Membership, "assign", one_shard_less),
     "a topic without candidates is found again": (Poller, "_part", first_found_only),
     "a topic with only dead tasks is discovered less and less often": (

@@ -50,6 +50,7 @@ APART = (
     "the size of a poll follows the backlog",
     "a topic with only dead tasks is discovered less and less often",
     "idle workers send few heartbeats",
+    "a worker that cannot write takes over no shards",
     "a probe in an outage is drawn at random",
     "a task that met an outage shares no request",
     "a refused request that there was no time to split is remembered",

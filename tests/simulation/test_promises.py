@@ -9,7 +9,7 @@ from outbox.table.states import NEVER
 from tests.simulation.audit import BAD, GOOD, PAUSE_SECONDS
 from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import seeded
-from tests.simulation.world import World, staged
+from tests.simulation.world import Node, World, staged
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,31 @@ def test_idle_workers_take_over_the_shards_of_a_killed_one(
             world.run(seconds - age.total_seconds())
         assert [node.membership.size for node in others] == [3] * 3, seed
         assert {shard for node in others for shard in node.membership.shards} == set(range(world.plan.shards))
+
+
+@pytest.mark.parametrize(
+    ("workers", "defect"), [(2, None), (4, None), (2, "a worker that cannot write takes over no shards")]
+)
+def test_workers_keep_their_shards_while_spanner_refuses_writes(workers: int, defect: str | None) -> None:
+    """All heartbeats become old in this minute, and the shards that a worker took over would be published again.
+
+    A further worker starts during the outage, and polls nothing until it can write. When it then gets its shards, it
+    may be quicker than those that mark their tasks.
+    """
+    plan = Plan(5, workers=workers, shards=10, batch_size=20, concurrency=8, rate=5.0, seconds=80.0)
+    with seeded(defect), staged(plan) as world:
+        world.run(15.0)
+        world.clockwork.spawn(world.application, world.applications)
+        world.run(5.0)
+        world.troubles.append(("writes", 1.0, "refused"))
+        world.run(20.0)
+        world.nodes.append(Node(world, workers))
+        world.run(40.0)
+        world.troubles.clear()
+        world.run(40.0)
+        assert [node.membership.size for node in world.nodes] == [workers + 1] * (workers + 1)
+        assert all(task.received for task in world.audit.tasks.values())
+    assert (world.audit.duplicates > 10) is bool(defect), world.audit.duplicates
 
 
 def seconds_beside_a_slow_topic(seed: int, tasks: int, priority: int) -> float:

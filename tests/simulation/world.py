@@ -38,6 +38,9 @@ from tests.support.parts import relay_of
 #: The indexes of a layout that has all tasks.
 COMPLETE = dict.fromkeys(INDEXES, "READ_WRITE")
 
+#: The kinds of requests that write. A trouble names a kind, "writes" or "all".
+WRITES = ("commit", "heartbeat", "record")
+
 #: The data of a large message: three of them need more than one request.
 LARGE = bytes(4_000_000)
 STORED_LARGE = serialized(LARGE)
@@ -120,7 +123,8 @@ class Node:
             if service in self.cut:
                 return "lost"
             for name, part, what in self.world.troubles:
-                if name in (kind, "all") and self.world.clockwork.random.random() < part:
+                is_meant = name in (kind, "all") or (name == "writes" and kind in WRITES)
+                if is_meant and self.world.clockwork.random.random() < part:
                     self.world.audit.disturbances[what] += kind in ("commit", "publish", "lock")
                     return what
             return None

@@ -200,8 +200,10 @@ class FakeStore:
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}
         recorded = tuple(sorted(layout for layout, state in self.recorded.items() if state == "polled"))
         self.layouts = recorded or self.layouts
+        live = {worker: left for worker, age in ages.items() if (left := self.live_for(worker) - age) > 0}
         return Workers(
-            live={worker: left for worker, age in ages.items() if (left := self.live_for(worker) - age) > 0},
+            live=live,
+            silent=frozenset(ages.keys() - live.keys()),
             gone=frozenset(worker for worker, age in ages.items() if age > FORGET_WORKER_SECONDS),
             layouts=recorded,
         )

@@ -27,7 +27,7 @@ from publishworker import process
 from publishworker.process import healthcheck
 from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
-from publishworker.spanner.store import SpannerStore, Workers, any_to_send
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, SpannerStore, Workers, any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
@@ -289,6 +289,58 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     member.store.away = False
     member.delete_heartbeat()
     assert not member.store.seen_at
+
+
+#: What happens to "me", whose "other" is silent from the start, in seconds; and when "me" takes over.
+SILENCES: dict[str, tuple[tuple[float, ...], tuple[float, ...], float]] = {
+    # (when writes fail from and to), (when this worker's turns fail), the takeover
+    "it can write": ((), (), 14.0),
+    "writes fail when the other one times out": ((13.0, 40.0), (), 40.0 + LIVENESS_TIMEOUT_SECONDS),
+    "writes fail for a moment": ((3.0, 9.0), (), 9.0 + LIVENESS_TIMEOUT_SECONDS),
+    "all fails": ((), (3.0, 40.0), 40.0 + LIVENESS_TIMEOUT_SECONDS),
+}
+
+
+@pytest.mark.parametrize("case", SILENCES)
+def test_a_worker_takes_over_from_a_silent_one_when_it_has_long_been_able_to_write(case: str) -> None:
+    """Otherwise the heartbeats of the others may be old for the same reason as its own."""
+    writes, turns, takeover = SILENCES[case]
+    member = Member()
+    began, start = member.seconds, member.store.now
+    member.heartbeat()
+    part = member.see("me", "other")
+    while len(member.shards) == len(part) and member.seconds < began + 100:
+        member.seconds += 0.5
+        passed = member.seconds - began
+        member.store.now = start + timedelta(seconds=passed)
+        if turns and turns[0] <= passed < turns[1]:
+            continue
+        member.store.away = bool(writes) and writes[0] <= passed < writes[1]
+        member.assign(member.store.workers())
+        member.heartbeat()
+    assert member.shards == tuple(range(10))
+    assert takeover <= passed <= takeover + RECONNECT.first + 0.5
+    assert member.seconds_to_heartbeat > 0
+
+
+def test_a_worker_that_starts_while_writes_fail_polls_nothing_and_then_waits_for_the_others() -> None:
+    member = Member()
+    member.store.seen_at = {"other": member.store.now - timedelta(seconds=60)}
+    member.store.away = True
+    member.heartbeat()
+    with pytest.raises(StoreError):
+        member.assign(member.store.workers())
+    member.store.away = False
+    member.assign(member.store.workers())
+    assert set(member.store.seen_at) == {"me", "other"}
+    assert member.size == 2
+    member.seconds += LIVENESS_TIMEOUT_SECONDS - 0.1
+    member.heartbeat()
+    member.assign(member.store.workers())
+    assert member.size == 2
+    member.seconds += 0.1
+    member.assign(member.store.workers())
+    assert member.size == 1
 
 
 def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
