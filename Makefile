@@ -14,7 +14,7 @@ TESTS  ?= --numprocesses $(PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-pipeline unit test test-all test-real test-long rehearsal test-versions soak coverage mutants lint format docs chart docs-serve bench \
-	bench-simulation bench-pipeline pictures audit dist release-check constraints clean
+	bench-simulation bench-pipeline pictures audit build dist dist-check release-check constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -69,7 +69,7 @@ test-real: $(STAMP) ## test the store, the relay and faults on another Spanner: 
 test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 25,000 random rows, for hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
-rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade from it under load and roll back
+rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade to it from another commit under load and roll back
 	@$(PYTEST) --long -m long_form tests/acceptance/test_release.py
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
@@ -133,16 +133,22 @@ audit: $(BIN)/uv ## find known vulnerabilities of the pinned packages; needs acc
 	@.venv-audit/bin/python tools/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
-dist: $(STAMP) ## build wheel, source distribution and SBOM, check them, run the quick start from the wheel; writes dist
+build: $(BIN)/uv ## build wheel, source distribution and SBOM, and nothing else; writes dist
 	@rm -rf dist build/release build/wheel
 	@$(BIN)/uv build --quiet --require-hashes --build-constraint constraints.txt --out-dir dist
-	@$(BIN)/uv venv --quiet --python $(BIN)/python build/release
-	@$(call INSTALL,build/release/bin/python,--group release)
-	@build/release/bin/twine check --strict dist/*
-	@$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
-	@$(call INSTALL,build/wheel/bin/python,pyproject.toml)
-	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps --no-index --find-links dist spanner-outbox
+	@$(RELEASE_ENVIRONMENTS)
 	@build/release/bin/cyclonedx-py environment --output-reproducible --output-file build/spanner_outbox.cdx.json build/wheel/bin/python
+
+# The wheel alone, and the tools of a release.
+RELEASE_ENVIRONMENTS = $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/release && $(call INSTALL,build/release/bin/python,--group release) && \
+  $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/wheel && $(call INSTALL,build/wheel/bin/python,pyproject.toml) && \
+  $(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps --no-index --find-links dist spanner-outbox
+
+dist: build dist-check ## build, check the files, and run the quick start from the wheel; writes dist
+
+dist-check: $(STAMP) ## check the files in dist and the SBOM, and run the quick start from the wheel
+	@$(RELEASE_ENVIRONMENTS)
+	@build/release/bin/twine check --strict dist/*
 	@DIST=$(CURDIR)/dist SBOM=$(CURDIR)/build/spanner_outbox.cdx.json INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_release.py \
 	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
 

@@ -1,13 +1,14 @@
 """Write the reference pages from the code: `make docs`. A test compares the pages with the results of `pages`."""
 
+import ast
 import csv
 import io
-import itertools
 import json
 import re
 import runpy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import griffe
 
@@ -55,11 +56,10 @@ See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `outbox-pipeline archive` | `--purge` | Delete the archived tasks from the table afterwards. |
 | `outbox-pipeline archive` | `--read-late` | If a window is too old for a snapshot, read the current state. |
 | `outbox-pipeline audit` | `--allow-empty` | Exit with code 0 if no task is in the window. |
-| `outbox-pipeline certificate` | `--public-key`, `--archive`, `--received`, `--proof`, `--certificate` | \
+| `outbox-pipeline certificate` | `--public-key`, `--archive`, `--received` | \
 See [Certify a day](../pipeline/certificate.md). |
 | `outbox-pipeline drain` | `--deadline SECONDS` | The same as for `publishworker drain`. |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
-| `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
 | `outbox emulators` | `--spanner-port`, `--pubsub-port`, `--create`, `--ddl-file`, `--empty`, `--topic`, \
 `--subscription`, `--worker`, `--env-file` | \
@@ -155,11 +155,19 @@ PYTHON_INTRO = """\
 
 <!-- Written by `make docs` from the docstrings. Change those, not this page. -->
 
-This page lists the public names that an application imports, with their signatures and errors. The guides show how to
-use them: [register](../guide/register.md), [drivers](../guide/drivers.md), [subscribe](../guide/subscribe.md),
-[test](../guide/testing.md). [Versions](versions.md) says what is public."""
+These are the public names. The guides show how to use them: [register](../guide/register.md),
+[drivers](../guide/drivers.md), [subscribe](../guide/subscribe.md), [test](../guide/testing.md),
+[recipes](../guide/recipes.md). [Versions](versions.md) says what else is public."""
 
-DBAPI = ("register", "register_once", "register_many", "cancel", "process_once")
+#: Of the page of a module.
+MODULE_INTRO = """\
+# {module}
+
+<!-- Written by `make docs` from the docstrings. Change those, not this page. -->
+
+{about}"""
+
+DBAPI = ("register", "register_once", "register_many", "cancel", "process_once", "run_in_transaction")
 #: The public names of each module, in the order of the page.
 PYTHON = {
     "outbox": (
@@ -170,9 +178,9 @@ PYTHON = {
     ),
     "outbox.inbox": (
         "process_once", "Handler", "BatchHandler", "Receiver", "BatchReceiver", "pushed_message", "ReceivedMessage",
-        "PulledMessage", "Key", "Missing",
+        "PulledMessage", "Handle", "BatchHandle", "Transaction", "Key", "Missing",
     ),
-    "outbox.aio": ("register_once", "cancel", "process_once", "run_in_transaction", "AsyncTransaction"),
+    "outbox.aio": ("register_once", "cancel", "process_once", "run_in_transaction", "AsyncTransaction", "Transaction"),
     "outbox.ext.sqlalchemy": DBAPI,
     "outbox.ext.django": DBAPI,
     "outbox.ext.dbapi": (*DBAPI, "Options"),
@@ -182,6 +190,8 @@ PYTHON = {
     ),
     "outbox.testing.faults": ("abort_next_commit", "delay_commits"),
     "publishworker.testing": ("OutboxRelay", "Drained", "Published", "Migrate"),
+    "outbox.table.ddl": ("statements", "tables", "text", "cut"),
+    "outbox.errors": ("NotReached",),
 }  # fmt: skip
 
 
@@ -191,7 +201,8 @@ def pages() -> dict[Path, str]:
         REFERENCE / "settings.md": _settings(),
         REFERENCE / "metrics.md": _metrics(),
         REFERENCE / "errors.md": _errors(),
-        REFERENCE / "python.md": _python(),
+        REFERENCE / "python.md": _modules(),
+        **{module_page(module): _module(module) for module in PYTHON},
         REFERENCE / "settings.schema.json": _schema(),
         REFERENCE / "statements.md": runpy.run_path(str(Path(__file__).with_name("statements.py")))["page"](),
         METADATA: _metadata(),
@@ -279,10 +290,11 @@ _NAVIGATION = r"^( +)- ([^:\n]+):(?: (\S+\.md))?$"
 
 def _for_machines() -> str:
     """Return the index of the pages in the form of https://llmstxt.org, from the navigation of the site."""
-    site = (REFERENCE.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
-    [name], [about], [repository] = (
-        re.findall(rf"^{key}: (.+)$", site, re.MULTILINE) for key in ("site_name", "site_description", "repo_name")
+    site, project = (
+        (REFERENCE.parents[1] / file).read_text(encoding="utf-8") for file in ("mkdocs.yml", "pyproject.toml")
     )
+    [name], [about] = (re.findall(rf"^{key}: (.+)$", site, re.MULTILINE) for key in ("site_name", "site_description"))
+    [repository] = re.findall(r'^Repository = "https://github.com/(.+)"$', project, re.MULTILINE)
     lines = [f"# {name}", "", f"> {about}", ""]
     for indent, title, page in re.findall(_NAVIGATION, site.partition("\nnav:")[2], re.MULTILINE):
         if page:
@@ -357,21 +369,59 @@ def public() -> Iterator[tuple[str, str, griffe.Object]]:
         package, _, path = module.partition(".")
         for name in names:
             found = packages[package][f"{path}.{name}".removeprefix(".")]
-            yield module, name, found.final_target if isinstance(found, griffe.Alias) else found
+            yield module, name, _source(found)
 
 
-def _python() -> str:
-    parts = [PYTHON_INTRO]
-    for module, group in itertools.groupby(public(), key=lambda each: each[0]):
-        parts.append(f"## {module}")
-        for _, name, found in group:
-            parts += [f"### {name}", *_definition(found)]
+def _source(found: griffe.Object | griffe.Alias) -> griffe.Object:
+    """Return the definition; a class of the Spanner client stays an alias, because its source is not read."""
+    try:
+        return found.final_target if isinstance(found, griffe.Alias) else found
+    except griffe.AliasResolutionError:
+        return found  # type: ignore[return-value]  # only its `target_path` is read
+
+
+def module_page(module: str) -> Path:
+    """Return the path of the page of a module."""
+    return REFERENCE / "python" / f"{module.replace('.', '-')}.md"
+
+
+def _modules() -> str:
+    """Return the page with one line for each module."""
+    rows = []
+    for module, names in PYTHON.items():
+        shown = ", ".join(f"`{name}`" for name in names)
+        rows.append((f"[{module}](python/{module_page(module).name})", _about(module), shown))
+    return f"{PYTHON_INTRO}\n\n{_table(('module', 'about', 'names'), rows)}\n"
+
+
+def _about(module: str) -> str:
+    """Return the first sentence of a module's docstring, without what only a Python shell needs."""
+    docstring = ast.get_docstring(ast.parse(_file(module).read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n\n")[0].replace("\n", " ").replace("|", "")
+
+
+def _file(module: str) -> Path:
+    path = Path(__file__).parents[1] / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _module(module: str) -> str:
+    parts = [MODULE_INTRO.format(module=module, about=_about(module))]
+    shown = examples()
+    for _, name, found in (each for each in public() if each[0] == module):
+        # The module is in each heading, because a search shows headings.
+        parts += [f"## {module}.{name}", *_definition(found, module)]
+        if (module, name) in shown:
+            parts.append(shown[module, name])
     return "\n\n".join(parts) + "\n"
 
 
-def _definition(found: griffe.Object) -> Iterator[str]:
+def _definition(found: griffe.Object, module: str) -> Iterator[str]:
+    if isinstance(found, griffe.Alias):
+        yield f"The class of the Spanner client, for type hints: `{found.target_path}`."
+        return
     if isinstance(found, griffe.Function):
-        yield _code(found.signature())
+        yield from _signature(found, module)
     elif isinstance(found, griffe.Attribute):
         yield _comment(found)
         yield _code(f"{found.name} = {found.value}")
@@ -383,12 +433,63 @@ def _definition(found: griffe.Object) -> Iterator[str]:
         yield _code("\n".join(each.source.strip() for each in found.members.values() if each.is_attribute))
     for method in methods:
         if method.name == "__init__":
-            yield _code(method.signature(name=found.name, return_type=False))
+            yield from _signature(method, module, name=found.name, return_type=False)
         elif method.name == "__call__" or method.is_public:
-            yield _code(method.signature(name=f"{found.name}.{method.name}"))
+            yield from _signature(method, module, name=f"{found.name}.{method.name}")
         else:
             continue
         yield from _docstring(method)
+
+
+def _signature(function: griffe.Function, module: str, **options: Any) -> Iterator[str]:
+    """Yield the signature, and links to the public types in it."""
+    text = function.signature(**options)
+    yield _code(f"{'async ' if 'async' in function.labels else ''}{text}")
+    places = {name: of for of in reversed(PYTHON) for name in PYTHON[of]} | dict.fromkeys(PYTHON[module], module)
+    used = sorted({name for name in re.findall(r"\b[A-Z]\w+", text) if name in places})
+    links = [f"[{name}]({module_page(places[name]).name}#{_anchor(f'{places[name]}.{name}')})" for name in used]
+    if links:
+        yield f"Types: {' · '.join(links)}"
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+#: How the pages call a module. The others they call by its name.
+_NAMES = {
+    "outbox_sqlalchemy": "outbox.ext.sqlalchemy", "outbox_django": "outbox.ext.django", "dbapi": "outbox.ext.dbapi",
+    "inbox": "outbox.inbox", "aio": "outbox.aio", "faults": "outbox.testing.faults", "ddl": "outbox.table.ddl",
+}  # fmt: skip
+
+
+def examples() -> dict[tuple[str, str], str]:
+    """Return the first use of each public name on the pages, whose code tests run, by module and name."""
+    found: dict[tuple[str, str], str] = {}
+    for page in (*sorted((REFERENCE.parent / "guide").glob("*.md"), key=lambda page: page.name != "register.md"),):
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            heading = re.findall(r"^#+ (.+)$", text[: block.start()], re.MULTILINE)[-1]
+            link = f"[{heading}](../../guide/{page.name}#{_anchor(heading)})"
+            for module, name, code in _uses(block[1]):
+                found.setdefault((module, name), f"Example, from {link}:\n\n```python\n{code}\n```")
+    return found
+
+
+def _uses(code: str) -> Iterator[tuple[str, str, str]]:
+    """Yield module, name and the function or the statement of each use of a public name."""
+    for statement in ast.parse(code).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        first = min(statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", [])), 10**9)
+        text = "\n".join(code.splitlines()[first - 1 : statement.end_lineno])
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = _NAMES.get(node.value.id, node.value.id)
+                if node.attr in PYTHON.get(module, ()):
+                    yield module, node.attr, text
+            elif isinstance(node, ast.Name) and node.id in PYTHON["outbox.testing"]:
+                yield "outbox.testing", node.id, text
 
 
 def _comment(found: griffe.Attribute) -> str:
@@ -435,7 +536,9 @@ def _lines(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterato
 
 
 if __name__ == "__main__":
+    (REFERENCE / "python").mkdir(exist_ok=True)
+    for module in PYTHON:
+        module_page(module).touch()  # the list for machines reads each page
     for path, text in pages().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _CODE = re.compile(r"^ *```.*?^ *```|`[^`]+`", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"`[^`\s]{1,40}`")
 #: The tests at the end of a page, which the site folds.
 _PROOF = re.compile(r"^## Verified by\n(.+?)\s*\Z", re.MULTILINE | re.DOTALL)
+#: Blocks that the site shows as tabs, each below its title in bold.
+_TABS = re.compile(r"^<!-- tabs -->\n(.+?)^<!-- /tabs -->$", re.MULTILINE | re.DOTALL)
 _FOLDED = r'<details id="verified-by" markdown="1"><summary>Verified by</summary>\n\1\n\n</details>\n'
 
 
@@ -57,6 +60,9 @@ def prepare() -> None:
             target.write_text(on_site(text, path.parent, project["urls"]["Repository"]), encoding="utf-8")
         else:
             shutil.copyfile(path, target)
+    # The first screen of the repository is the home page; docs/README.md is an index for who reads the files.
+    home = (ROOT / "README.md").read_text(encoding="utf-8")
+    (SOURCE / "README.md").write_text(on_site(home, ROOT, project["urls"]["Repository"]), encoding="utf-8")
 
 
 def on_site(text: str, folder: Path, repository: str) -> str:
@@ -66,10 +72,17 @@ def on_site(text: str, folder: Path, repository: str) -> str:
         target, anchor = Path(os.path.normpath(folder / match[1])), match[2] or ""
         inside = target.relative_to(ROOT)
         if inside.parts[0] == "docs" and inside.parts[1] not in NOT_SHOWN and target.suffix in SHOWN:
-            return match[0]
+            return os.path.relpath(target, ROOT / "docs" if folder == ROOT else folder) + anchor
         return f"{repository}/{'tree' if target.is_dir() else 'blob'}/{BRANCH}/{inside.as_posix()}{anchor}"
 
-    return _PROOF.sub(_FOLDED, _CODE.sub(_whole, _LINK.sub(link, text)))
+    return _PROOF.sub(_FOLDED, _TABS.sub(_as_tabs, _CODE.sub(_whole, _LINK.sub(link, text))))
+
+
+def _as_tabs(match: re.Match[str]) -> str:
+    _, *parts = re.split(r"^\*\*(.+)\*\*$", match[1], flags=re.MULTILINE)
+    return "\n".join(
+        f'=== "{title}"\n' + textwrap.indent(text, "    ") for title, text in zip(parts[::2], parts[1::2], strict=True)
+    )
 
 
 def _whole(code: re.Match[str]) -> str:

@@ -24,7 +24,7 @@ MODULES = {
 #: Arguments of the functions that put a statement together, by parameter name.
 EXAMPLES: dict[str, Any] = {
     "state": "dead", "states": ["dead"], "names": ["topic"], "columns": "Id", "condition": "SentAt IS NULL",
-    "newest": True, "attempts": False, "lock": True, "views": True, "cancelled": False, "by_key": False,
+    "ended": "sent", "newest": True, "attempts": False, "lock": True, "views": True, "by_key": False,
 }  # fmt: skip
 
 

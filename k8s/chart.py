@@ -1,4 +1,8 @@
-"""Write the Helm chart in k8s/helm from the kustomize base: `make chart`. A test compares what both render."""
+"""Write the Helm chart in k8s/helm from the kustomize base: `make chart`. A test compares what both render.
+
+The objects are those of the base and of components. A hole is a key or an item such as "@labels", at the place where
+values of a release go, and `_holes` has their templates.
+"""
 
 import json
 import re
@@ -7,19 +11,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
 
-from outbox.program.settings import fields_of
+from outbox.console.command import ConsoleSettings
+from outbox.program.settings import DatabaseSettings, fields_of
 from publishworker.process.worker_settings import WorkerSettings
 
 K8S = Path(__file__).parent
 CHART = K8S / "helm"
-#: The names of the objects contain the release, so two releases fit into one namespace. A tag can be too long for a
-#: label.
+#: The first Kubernetes with all fields of the manifests: `matchLabelKeys` and `unhealthyPodEvictionPolicy`.
+KUBE_VERSION = ">=1.27.0-0"
+#: The Kubernetes whose fields the values may have.
+FIELDS = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema/v1.33.0-local-strict"
+#: The names of the objects contain the release, so two releases fit into one namespace. A label has at most 63
+#: characters, so a name is cut before its suffix. A parent chart can contain this one twice, with an alias for each, in
+#: one release. A tag can be too long for a label.
 HELPERS = """\
 {{- define "publishworker.name" -}}
-{{- $name := printf "%s-%s" .Release.Name .Chart.Name -}}
-{{- ternary .Release.Name $name (contains .Chart.Name .Release.Name) | trunc 63 | trimSuffix "-" -}}
+{{- $chart := default .Chart.Name .Values.nameOverride -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
+{{- default $name .Values.fullnameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end }}
+{{- define "publishworker.named" -}}
+{{- $suffix := last . -}}
+{{- include "publishworker.name" (first .) | trunc (int (sub 62 (len $suffix))) | trimSuffix "-" }}-{{ $suffix -}}
+{{- end }}
+{{- define "publishworker.instance" -}}
+{{- ternary .Release.Name (include "publishworker.name" .) (eq .Chart.Name "publishworker") -}}
 {{- end }}
 {{- define "publishworker.tag" -}}
 {{- .Values.image.tag | default .Chart.AppVersion -}}
@@ -28,79 +47,162 @@ HELPERS = """\
 {{- include "publishworker.tag" . | trunc 63 | trimAll "-_." -}}
 {{- end }}
 """
-#: What the values replace. In the base these are the only places with these texts.
-NAME = '{{ include "publishworker.name" . }}'
+NAME = 'include "publishworker.name" .'
+ACCOUNT = f"default ({NAME}) .Values.serviceAccount.name"
+BACKLOG, JOB, CONSOLE = (
+    f'include "publishworker.named" (list . {suffix})' for suffix in ('"backlog"', '"job"', '"console"')
+)
+JOB_NAME = 'include "publishworker.named" (list . .Values.job.name)'
+#: What the values replace. In the objects these are the only places with these texts.
 REPLACED = {
-    r"(app.kubernetes.io/instance: )publishworker": r"\1{{ .Release.Name | quote }}",
-    r"(tags.datadoghq.com/service: )publishworker": rf"\1{NAME}",
-    r"(tags.datadoghq.com/version: )unset": r'\1{{ include "publishworker.version" . | quote }}',
-    r"(tags.datadoghq.com/env: )unset": r"\1{{ .Values.env | quote }}",
-    r"(?m)^(  name: )publishworker$": rf"\1{NAME}",
-    r"(serviceAccountName: )publishworker": rf"\1{NAME}",
-    r"image: publishworker:unset": 'image: "{{ .Values.image.repository }}:{{ include "publishworker.tag" . }}'
+    r"(instance: )(publishworker|outbox-console)$": r'\1{{ include "publishworker.instance" . | quote }}',
+    r"(service: )publishworker$": rf"\1{{{{ {NAME} }}}}",
+    r"(version: )unset$": r'\1{{ include "publishworker.version" . | quote }}',
+    r"(env: )unset$": r"\1{{ .Values.env | quote }}",
+    r"env:unset,service:publishworker": f"env:{{{{ .Values.env }}}},service:{{{{ {NAME} }}}}",
+    r"^(  name: )publishworker-backlog$": rf"\1{{{{ {BACKLOG} }}}}",
+    r"datadogmetric@outbox:publishworker-backlog$": f"datadogmetric@{{{{ .Release.Namespace }}}}:{{{{ {BACKLOG} }}}}",
+    r"(kind: ServiceAccount\n(?:.*\n)+?  name: )publishworker$": rf"\1{{{{ {ACCOUNT} }}}}",
+    r"^(  name: )publishworker$": rf"\1{{{{ {NAME} }}}}",
+    r"^(  scaleTargetRef:\n.*\n.*\n    name: )publishworker$": rf"\1{{{{ {NAME} }}}}",
+    r"(serviceAccountName: )publishworker$": rf"\1{{{{ {ACCOUNT} }}}}",
+    r"(kind: Job\nmetadata:\n  name: )publishworker-job$": rf"\1{{{{ {JOB_NAME} }}}}",
+    r"^(  name: )publishworker-job$": rf"\1{{{{ {JOB} }}}}",
+    r"(serviceAccountName: )publishworker-job$": rf"\1{{{{ default ({JOB}) .Values.job.serviceAccountName }}}}",
+    r"^(  name: )outbox-console$": rf"\1{{{{ {CONSOLE} }}}}",
+    r"(serviceAccountName: )outbox-console$": rf"\1{{{{ default ({CONSOLE}) .Values.console.serviceAccountName }}}}",
+    r"image: publishworker:unset$": 'image: "{{ .Values.image.repository }}:{{ include "publishworker.tag" . }}'
     '{{ with .Values.image.digest }}@{{ . }}{{ end }}"',
-}
-#: The files of components whose objects the chart has if these values are set, and what other values replace in them.
-COMPONENTS = {
-    "autoscaling/datadogmetric.yaml": "autoscaling.enabled",
-    "autoscaling/horizontalpodautoscaler.yaml": "autoscaling.enabled",
-    "job/job.yaml": "job.args",
-}
-OF_COMPONENTS = {
-    r"(name: )publishworker-backlog": rf"\1{NAME}-backlog",
-    r"datadogmetric@outbox:publishworker": f"datadogmetric@{{{{ .Release.Namespace }}}}:{NAME}",
-    r"env:unset,service:publishworker": f"env:{{{{ .Values.env }}}},service:{NAME}",
-    r"(?m)^(    name: )publishworker$": rf"\1{NAME}",
-    r"(minReplicas|maxReplicas): \d+": r"\1: {{ .Values.autoscaling.\1 }}",
-    r"averageValue: '5000'": "averageValue: {{ .Values.autoscaling.averageValue | quote }}",
-    r"(?m)^(  name: )publishworker-job$": rf"\1{NAME}-{{{{ .Values.job.name }}}}",
-    r" +- status\n": "        {{- toYaml .Values.job.args | nindent 8 }}\n",
-}
-#: In the pod's template, because `helm upgrade` would delete or change a ConfigMap that older pods still read.
-SETTINGS = """\
-        env:
-        {{- range $name, $value := .Values.settings }}
-        - name: {{ $name }}
-          value: {{ $value | quote }}
-        {{- end }}
-        {{- with .Values.extraEnv }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
-"""
-REPLICAS = """\
-  {{- if not (or .Values.autoscaling.enabled (kindIs "invalid" .Values.replicas)) }}
-  replicas: {{ .Values.replicas }}
-  {{- end }}
-"""
-#: As in the base, 30 s more than the setting, whose value can be a fraction.
-GRACE = '{{ add 30 (ceil (float64 (default "30" .Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}'
+    r"image: outbox-console:unset$": "{{- with .Values.console.image }}\n        "
+    'image: "{{ .repository }}:{{ default (include "publishworker.tag" $) .tag }}{{ with .digest }}@{{ . }}{{ end }}"\n'
+    "        {{- end }}",
+    r"(replicas: 2)$": '{{- if not (or .Values.autoscaling.enabled (kindIs "invalid" .Values.replicas)) }}\n'
+    "  replicas: {{ .Values.replicas }}\n  {{- end }}",
+    r"(minReplicas|maxReplicas): \d+$": r"\1: {{ .Values.autoscaling.\1 }}",
+    r"averageValue: '5000'$": "averageValue: {{ .Values.autoscaling.averageValue | quote }}",
+    # As in the base, 30 s more than the setting, whose value can be a fraction.
+    r"(terminationGracePeriodSeconds: )60$": r'\1{{ add 30 (ceil (float64 (default "30" '
+    ".Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}",
+}  # fmt: skip
+#: The templates of the chart: the files of their objects, none for an object of the base, and when the chart has them.
+TEMPLATES = {
+    "deployment": ([], ""),
+    "serviceaccount": ([], ".Values.serviceAccount.create"),
+    "poddisruptionbudget": ([], ".Values.podDisruptionBudget.enabled"),
+    "datadogmetric": (
+        ["autoscaling/datadogmetric"], "(and .Values.autoscaling.enabled (not .Values.autoscaling.metrics))",
+    ),
+    "horizontalpodautoscaler": (["autoscaling/horizontalpodautoscaler"], ".Values.autoscaling.enabled"),
+    "networkpolicy": (["network-policy/networkpolicy"], ".Values.networkPolicy.enabled"),
+    "job": (["job/serviceaccount", "job/job"], ".Values.job.args"),
+    "console": (["console/serviceaccount", "console/deployment"], ".Values.console.enabled"),
+    "console-networkpolicy": (
+        ["console/networkpolicy"], "(and .Values.console.enabled .Values.networkPolicy.enabled)",
+    ),
+}  # fmt: skip
+#: The components of which the value `metrics` chooses one.
+METRICS = ("datadog-csi", "datadog-udp", "opentelemetry")
+#: The values that are fields of each pod, with the object of Kubernetes whose fields the value, or each item, has.
+#: Others are a text, or a map of texts.
+POD = {
+    "imagePullSecrets": "localobjectreference-v1", "priorityClassName": "", "runtimeClassName": "",
+    "nodeSelector": None, "tolerations": "toleration-v1", "affinity": "affinity-v1", "dnsConfig": "poddnsconfig-v1",
+    "hostAliases": "hostalias-v1",
+}  # fmt: skip
+NO_METRIC = (
+    "autoscaling.enabled needs Datadog's metrics: set metrics=datadog-csi or metrics=datadog-udp, and enable the "
+    "external metrics of the Cluster Agent. Or set autoscaling.metrics to metrics of your own"
+)
 NOTE = "# Written by `make chart` from k8s/base and components. Change those, which say why, and not this file.\n"
+#: Resources and security contexts follow from the manifests.
 VALUES = """\
+# false for a parent chart that installs no worker.
+enabled: true
 # The repository has no tag. An empty tag is the version of the chart. A digest such as sha256:... pins the image. The
 # tag is then only the label `version`.
 image:
   repository: publishworker
   tag: ""
   digest: ""
+  pullPolicy: ""
+imagePullSecrets: []
 # null if an autoscaler of your own sets the number. Otherwise each `helm upgrade` would reset it.
 replicas: 2
-# The component `autoscaling`, with Datadog's metric: docs/operations/scaling.md. It sets the number of workers.
+# The worker's settings, all as texts: docs/reference/settings.md. A changed setting starts new pods.
+# Add OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE.
+settings:
+@settings@
+# Variables of other libraries, and variables with `valueFrom`, as in a container of a pod.
+extraEnv: []
+envFrom: []
+# Where the metrics go, by a component: datadog-csi, datadog-udp or opentelemetry. Without one, there are none.
+metrics: ""
+# The environment in Datadog.
+env: production
+# Sets the number of workers by Datadog's metric of the backlog, and needs one of Datadog's `metrics`:
+# docs/operations/scaling.md. `metrics` of an autoscaler (autoscaling/v2) replace that metric.
 autoscaling:
   enabled: false
   minReplicas: 2
   maxReplicas: 10
   averageValue: "5000"
-# With args, a Job runs one `outbox` command. Its name ends with this one.
+  metrics: []
+podDisruptionBudget:
+  enabled: true
+# Denies all ingress. `egress` replaces the rules, which are those of GKE: docs/operations/deploy.md.
+networkPolicy:
+  enabled: false
+  egress: []
+# The account has the name of the Deployment, or this one. With create=false it exists already.
+serviceAccount:
+  create: true
+  name: ""
+  annotations: {}
+# With args, a Job runs one `outbox` command. Its name ends with this one. Its settings override those of the worker.
+# Its account is a new one whose name ends with job, or this one.
 job:
   name: command
   args: []
-# The environment in Datadog.
-env: production
-# Variables of other libraries, and variables with `valueFrom`, as in a container of a pod.
-extraEnv: []
-# The worker's settings, all as texts: docs/reference/settings.md. A changed setting starts new pods.
-# Add OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE.
-settings:
+  settings: {}
+  serviceAccountName: ""
+  resources: @job@
+# docs/operations/console.md. Its settings override those of the worker.
+console:
+  enabled: false
+  image:
+    repository: outbox-console
+    tag: ""
+    digest: ""
+  serviceAccountName: ""
+  settings:
+@console-settings@
+  resources: @console@
+# Names end with the chart's name, or with this one. The second one is the whole name.
+nameOverride: ""
+fullnameOverride: ""
+# Of all objects; of the worker's Deployment; of all pods.
+labels: {}
+annotations: {}
+podLabels: {}
+podAnnotations: {}
+# Of all pods.
+priorityClassName: ""
+runtimeClassName: ""
+nodeSelector: {}
+tolerations: []
+affinity: {}
+dnsConfig: {}
+hostAliases: []
+podSecurityContext: @podSecurityContext@
+# Of all containers.
+securityContext: @securityContext@
+# Of the worker. Without constraints, its pods are spread over zones and nodes.
+topologySpreadConstraints: []
+resources: @resources@
+volumes: []
+volumeMounts: []
+initContainers: []
+extraContainers: []
 """
 #: What a registry and a label accept, so that a wrong value fails here and not in a pod.
 _PART = "[a-z0-9]+([._-]+[a-z0-9]+)*"
@@ -111,6 +213,48 @@ IMAGE = {
     "digest": "^(sha256:[0-9a-f]{64})?$",
 }
 LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
+#: The name of an object, or none.
+NAMED = r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$"
+_LOOKS = re.compile(r"\(\?<?[!=]")
+#: Labels of the chart, which the values cannot set a second time.
+OWN_LABELS = r"^(app\.kubernetes\.io/(name|instance|part-of)|tags\.datadoghq\.com/.*)$"
+
+
+#: Keys of small maps in one line.
+SMALL = {
+    "protocol",
+    "port",
+    "cidr",
+    "fieldPath",
+    "type",
+    "value",
+    "periodSeconds",
+    "medium",
+    "sizeLimit",
+    "memory",
+    "cpu",
+}
+
+
+class Compact(yaml.SafeDumper):
+    """Writes lists of texts and small maps in one line."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        """Return the node of a list, in one line if it has only texts without holes."""
+        node = super().represent_sequence(tag, sequence, flow_style)
+        node.flow_style = all(isinstance(each, yaml.ScalarNode) and each.value[:1] != "@" for each in node.value)
+        return node
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        """Return the node of a map, in one line if it has only such keys, with texts."""
+        node = super().represent_mapping(tag, mapping, flow_style)
+        node.flow_style = all(isinstance(value, yaml.ScalarNode) and key.value in SMALL for key, value in node.value)
+        return node
+
+
+def dumped(value: Any) -> str:
+    """Return YAML."""
+    return yaml.dump(value, Dumper=Compact, sort_keys=False, width=1000)
 
 
 def main() -> None:
@@ -124,20 +268,30 @@ def main() -> None:
 
 def files() -> dict[str, str]:
     """Return the text of each file of the chart. Needs kubectl, but no cluster."""
-    command = ["kubectl", "kustomize", str(K8S / "base")]
-    base = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if "{{" in base:
-        raise ValueError("the base contains {{, which Helm would read")
-    objects = list(yaml.safe_load_all(base))
-    [settings] = [each["data"] for each in objects if each["kind"] == "ConfigMap"]
+    base = {each["kind"].lower(): each for each in _kustomized("base")}
+    parts = {
+        name: [_component(f"{file}.yaml") for file in found] or [base[name]] for name, (found, _) in TEMPLATES.items()
+    }
     return {
         "Chart.yaml": NOTE + "\n".join(_chart()) + "\n",
-        "values.yaml": NOTE + VALUES + "".join(f"  {name}: {json.dumps(settings[name])}\n" for name in settings),
+        "values.yaml": NOTE + _values(base["configmap"]["data"], parts),
         "values.schema.json": _schema(),
-        "templates/_helpers.tpl": HELPERS,
-        **{f"templates/{each['kind'].lower()}.yaml": NOTE + _template(each) for each in objects if "data" not in each},
-        **{f"templates/{Path(file).name}": NOTE + _optional(file, value) for file, value in COMPONENTS.items()},
+        "templates/_helpers.tpl": HELPERS + _pod_helper(),
+        **{f"templates/{name}.yaml": NOTE + _template(name, parts[name]) for name in TEMPLATES},
     }
+
+
+def _kustomized(folder: str) -> list[dict[str, Any]]:
+    command = ["kubectl", "kustomize", str(K8S / folder)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if "{{" in text:
+        raise ValueError(f"{folder} contains {{{{, which Helm would read")
+    return list(yaml.safe_load_all(text))
+
+
+def _component(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((K8S / "components" / file).read_text(encoding="utf-8"))
+    return found
 
 
 def _chart() -> Iterator[str]:
@@ -145,52 +299,284 @@ def _chart() -> Iterator[str]:
     [version] = re.findall(r'^__version__ = "(.+)"$', code, re.MULTILINE)
     yield from ("apiVersion: v2", "name: publishworker", "type: application")
     yield "description: The worker of the transactional outbox for Spanner and Pub/Sub"
-    yield from (f"version: {version}", f'appVersion: "{version}"')
+    yield from (f"version: {version}", f'appVersion: "{version}"', f'kubeVersion: "{KUBE_VERSION}"')
 
 
-def _template(manifest: dict[str, Any]) -> str:
-    text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
-    env = "        env:\n"
-    text = re.sub(r" +envFrom:\n.*\n.*\n", "" if env in text else env, text).replace(env, SETTINGS)
-    for old, new in REPLACED.items():
-        text = re.sub(old, new, text)
-    text = text.replace("terminationGracePeriodSeconds: 60", f"terminationGracePeriodSeconds: {GRACE}")
-    return text.replace("  replicas: 2\n", REPLICAS)
+def _values(settings: dict[str, str], parts: dict[str, list[dict[str, Any]]]) -> str:
+    pods = {name: parts[name][-1]["spec"]["template"]["spec"] for name in ("deployment", "job", "console")}
+    [map] = _component("console/kustomization.yaml")["configMapGenerator"]
+    of_console = dict(each.split("=", 1) for each in map["literals"])
+    given: dict[str, Any] = {
+        "job": pods["job"]["containers"][0]["resources"],
+        "console": pods["console"]["containers"][0]["resources"],
+        "resources": pods["deployment"]["containers"][0]["resources"],
+        "podSecurityContext": pods["deployment"]["securityContext"],
+        "securityContext": pods["deployment"]["containers"][0]["securityContext"],
+    }
+    text = VALUES
+    for name, value in given.items():
+        indent = "    " if name in ("job", "console") else "  "
+        text = text.replace(f" @{name}@", "\n" + _indented(dumped(value), indent).rstrip())
+    for name, found, indent in (("settings", settings, "  "), ("console-settings", of_console, "    ")):
+        text = text.replace(f"@{name}@", "\n".join(f"{indent}{key}: {json.dumps(found[key])}" for key in sorted(found)))
+    return text
 
 
-def _optional(file: str, value: str) -> str:
-    """Return the template of an object of a component, which the chart has if the value is true."""
-    text = _template(yaml.safe_load((K8S / "components" / file).read_text(encoding="utf-8")))
-    for old, new in OF_COMPONENTS.items():
-        text = re.sub(old, new, text)
-    return f"{{{{- if .Values.{value} }}}}\n{text}{{{{- end }}}}\n"
+def _template(name: str, objects: list[dict[str, Any]]) -> str:
+    """Return a template, with the objects that it has if its value and `enabled` are true."""
+    texts = []
+    for each in objects:
+        text = dumped(_with_holes(name, each))
+        for old, new in REPLACED.items():
+            text = re.sub(old, new, text, flags=re.MULTILINE)
+        text = _with_values(text)
+        if each["kind"] == "ServiceAccount" and len(objects) > 1:
+            text = f"{{{{- if not .Values.{name}.serviceAccountName }}}}\n{text}---\n{{{{- end }}}}\n"
+        texts.append(text)
+    needs = TEMPLATES[name][1]
+    condition = f"and .Values.enabled {needs}" if needs else ".Values.enabled"
+    check = (
+        f'{{{{- if and (not .Values.autoscaling.metrics) (not (hasPrefix "datadog" .Values.metrics)) }}}}\n'
+        f"{{{{- fail {json.dumps(NO_METRIC)} }}}}\n{{{{- end }}}}\n"
+        if name == "horizontalpodautoscaler"
+        else ""
+    )
+    return f"{{{{- if {condition} }}}}\n{check}{''.join(texts)}{{{{- end }}}}\n"
+
+
+def _with_holes(name: str, manifest: dict[str, Any]) -> dict[str, Any]:
+    metadata, spec = manifest["metadata"], manifest.get("spec", {})
+    if "labels" in metadata:
+        metadata["labels"]["@+labels"] = None
+    else:
+        metadata["@labels"] = None
+    if manifest["kind"] == "Deployment" and name == "deployment":
+        metadata["@annotations"] = None
+    if manifest["kind"] == "ServiceAccount" and name == "serviceaccount":
+        metadata["@serviceAccount.annotations"] = None
+    if manifest["kind"] == "ServiceAccount":
+        return manifest
+    if "egress" in spec:
+        added = [] if name == "console-networkpolicy" else ["@metrics/egress"]
+        manifest["spec"] = _or_else("networkPolicy.egress", {**spec, "egress": [*spec["egress"], *added]})
+    if "metrics" in spec:
+        manifest["spec"] = _or_else("autoscaling.metrics", spec)
+    if "template" in spec:
+        spec["template"] = _pod(name, spec["template"])
+    return manifest
+
+
+def _or_else(value: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with holes around the one that a value replaces."""
+    key = value.rpartition(".")[2]
+    found = {}
+    for each, old in fields.items():
+        found |= {f"@?{value}": None, each: old, "@end": None} if each == key else {each: old}
+    return found
+
+
+def _pod(name: str, template: dict[str, Any]) -> dict[str, Any]:
+    metadata, spec = template["metadata"], template["spec"]
+    metadata["labels"]["@+podLabels"] = None
+    if "annotations" in metadata:
+        metadata["annotations"]["@+podAnnotations"] = None
+    else:
+        metadata["@podAnnotations"] = None
+    [container] = spec["containers"]
+    container |= {"securityContext": "@", "resources": "@"}
+    place = {"deployment": "", "job": "job.", "console": "console."}[name]
+    result = {}
+    for key, value in container.items():
+        new = {
+            "image": {"image": value, "@image.pullPolicy": None},
+            "args": {"@job.args": None} if name == "job" else {"args": value},
+            "envFrom": {"@envFrom": None},
+            "env": {},
+            "resources": {f"@{place}resources": None},
+            "securityContext": {"@securityContext": None},
+            "volumeMounts": {"volumeMounts": [*value, "@metrics/volumeMounts", "@+volumeMounts"]},
+        }.get(key, {key: value})
+        if key == "envFrom":
+            new["env"] = [
+                f"@settings/{place}",
+                *container.get("env", []),
+                *_of_worker(name, "@metrics/env"),
+                "@+extraEnv",
+            ]
+        result |= new
+    spec["containers"] = [result, *_of_worker(name, "@+extraContainers")]
+    spec["securityContext"] = "@"
+    pod: dict[str, Any] = {}
+    for key, value in spec.items():
+        if key == "securityContext":
+            pod["@pod"] = None
+        elif key == "topologySpreadConstraints":
+            pod |= _or_else(key, {key: value})
+        elif key == "volumes":
+            pod[key] = [*value, "@metrics/volumes", "@+volumes"]
+        else:
+            pod[key] = value
+    if name == "deployment":
+        pod["@initContainers"] = None
+    return {**template, "spec": pod}
+
+
+def _of_worker(name: str, *holes: str) -> tuple[str, ...]:
+    return holes if name == "deployment" else ()
+
+
+def _with_values(text: str) -> str:
+    return re.sub(r"^( *)(?:- '@(.+)'|'@(.+)': null)\n", _filled, text, flags=re.MULTILINE)
+
+
+def _filled(hole: re.Match[str]) -> str:
+    """Return the template of a hole. `toYaml` begins with a new line."""
+    indent, what = len(hole[1]), hole[2] or hole[3]
+    kind, value = (what[0], what[1:]) if what[0] in "+?" else ("", what)
+    key = {
+        "podSecurityContext": "securityContext",
+        "podAnnotations": "annotations",
+        "image.pullPolicy": "imagePullPolicy",
+    }.get(what, value.rpartition(".")[2])
+    if what == "end":
+        lines = "{{- end }}\n"
+    elif what.startswith("settings/"):
+        lines = _settings(what.partition("/")[2])
+    elif what.startswith("metrics/"):
+        lines = "".join(_metrics(what.partition("/")[2]))
+    elif what == "pod":
+        lines = f'{{{{- include "publishworker.pod" . | nindent {indent} }}}}\n'
+    elif POD.get(what) == "" or what == "image.pullPolicy":
+        lines = f"{{{{- with .Values.{value} }}}}\n{key}: {{{{ . }}}}\n{{{{- end }}}}\n"
+    elif kind == "+":
+        lines = f"{{{{- with .Values.{value} }}}}\n{{{{- toYaml . | nindent {indent} }}}}\n{{{{- end }}}}\n"
+    else:
+        lines = f"{{{{- with .Values.{value} }}}}\n{key}:\n  {{{{- toYaml . | nindent {indent + 2} }}}}\n"
+        lines += "{{- else }}\n" if kind == "?" else "{{- end }}\n"
+    return _indented(lines, hole[1])
+
+
+def _pod_helper() -> str:
+    """Return the template of the values that all pods have."""
+    fields = "\n".join(f"'@{each}': null" for each in (*POD, "podSecurityContext"))
+    return '{{- define "publishworker.pod" -}}\n' + _with_values(fields + "\n") + "{{- end }}\n"
+
+
+def _settings(place: str) -> str:
+    """Return the variables of a pod. `helm upgrade` would change a ConfigMap that older pods still read."""
+    variable = "- name: {{ $name }}\n  value: {{ $value | quote }}\n"
+    of_worker = "{{- range $name, $value := .Values.settings }}\n%s{{- end }}\n"
+    if not place:
+        return of_worker % variable
+    own = f".Values.{place}settings"
+    others = f"{{{{- if not (hasKey ${own} $name) }}}}\n{variable}{{{{- end }}}}\n"
+    return f"{of_worker % others}{{{{- range $name, $value := {own} }}}}\n{variable}{{{{- end }}}}\n"
+
+
+def _metrics(place: str) -> Iterator[str]:
+    """Yield what the components of metrics add to a list."""
+    for component in METRICS:
+        patches = _component(f"{component}/kustomization.yaml")["patches"]
+        operations = [each for patch in patches for each in yaml.safe_load(patch["patch"])]
+        added = [each["value"] for each in operations if each["path"].endswith(f"/{place}/-")]
+        if added:
+            text = dumped(added)
+            yield f'{{{{- if eq .Values.metrics "{component}" }}}}\n{text}{{{{- end }}}}\n'
+
+
+def _indented(text: str, indent: str) -> str:
+    return "".join(f"{indent}{line}\n" for line in text.splitlines())
 
 
 def _schema() -> str:
-    """Return the schema of the values, so that Helm refuses a misspelled setting."""
+    """Return the schema of the values, so that Helm refuses a misspelled one."""
     reference = json.loads((K8S.parent / "docs/reference/settings.schema.json").read_text(encoding="utf-8"))
-    settings = {field.variable: reference["properties"][field.variable] for field in fields_of(WorkerSettings)}
+
+    def settings(*classes: Any) -> dict[str, Any]:
+        names = sorted({field.variable for each in classes for field in fields_of(each)})
+        found = {name: reference["properties"][name] for name in names}
+        # Helm's regular expressions look neither ahead nor behind.
+        return _object(
+            {name: {k: v for k, v in each.items() if not _LOOKS.search(str(v))} for name, each in found.items()}
+        )
+
+    yes, account = {"type": "boolean"}, _text(NAMED)
+    map = {"type": "object", "additionalProperties": _text()}
+    own_labels = map | {"propertyNames": {"not": {"pattern": OWN_LABELS}}}
     variable = _object(
         {"name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$"), "value": _text(), "valueFrom": {"type": "object"}}
     )
+    image = {name: _text(pattern) for name, pattern in IMAGE.items()}
     properties = {
-        "image": _object({name: _text(pattern) for name, pattern in IMAGE.items()}),
+        "enabled": yes,
+        "image": _object(image | {"pullPolicy": {"enum": ["", "Always", "IfNotPresent", "Never"]}}),
         "replicas": {"type": ["integer", "null"], "minimum": 0},
+        "settings": settings(WorkerSettings),
+        "extraEnv": _list(variable | {"required": ["name"]}),
+        "envFrom": _list(_fields("envfromsource-v1")),
+        "metrics": {"enum": ["", *METRICS]},
+        "env": _text(LABEL),
         "autoscaling": _object(
             {
-                "enabled": {"type": "boolean"},
+                "enabled": yes,
                 "minReplicas": {"type": "integer", "minimum": 1},
                 "maxReplicas": {"type": "integer", "minimum": 1},
                 "averageValue": _text("^[0-9]+$"),
+                "metrics": _list(_fields("metricspec-autoscaling-v2")),
             }
         ),
-        "job": _object({"name": _text("^[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?$"), "args": _list(_text())}),
-        "env": _text(LABEL),
-        "settings": _object(dict(sorted(settings.items()))),
-        "extraEnv": _list(variable | {"required": ["name"]}),
+        "podDisruptionBudget": _object({"enabled": yes}),
+        "networkPolicy": _object({"enabled": yes, "egress": _list(_fields("networkpolicyegressrule-networking-v1"))}),
+        "serviceAccount": _object({"create": yes, "name": account, "annotations": map}),
+        "job": _object(
+            {
+                "name": _text("^[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?$"),
+                "args": _list(_text()),
+                "settings": settings(DatabaseSettings),
+                "serviceAccountName": account,
+                "resources": _fields("resourcerequirements-v1"),
+            }
+        ),
+        "console": _object(
+            {
+                "enabled": yes,
+                "image": _object(image),
+                "serviceAccountName": account,
+                "settings": settings(ConsoleSettings, DatabaseSettings, WorkerSettings),
+                "resources": _fields("resourcerequirements-v1"),
+            }
+        ),
+        "nameOverride": account,
+        "fullnameOverride": account,
+        "labels": own_labels,
+        "annotations": map,
+        "podLabels": own_labels,
+        "podAnnotations": map,
+        **{name: _of_pod(name, fields) for name, fields in POD.items()},
+        "podSecurityContext": _fields("podsecuritycontext-v1"),
+        "securityContext": _fields("securitycontext-v1"),
+        "topologySpreadConstraints": _list(_fields("topologyspreadconstraint-v1")),
+        "resources": _fields("resourcerequirements-v1"),
+        "volumes": _list(_fields("volume-v1")),
+        "volumeMounts": _list(_fields("volumemount-v1")),
+        "initContainers": _list(_fields("container-v1")),
+        "extraContainers": _list(_fields("container-v1")),
         "global": {"type": "object"},
     }
-    return json.dumps({"$schema": reference["$schema"], **_object(properties)}, indent=2) + "\n"
+    return json.dumps({"$schema": reference["$schema"], **_object(properties)}, indent=1) + "\n"
+
+
+def _of_pod(name: str, fields: str | None) -> dict[str, Any]:
+    if not fields:
+        return _text() if fields == "" else {"type": "object", "additionalProperties": _text()}
+    return _fields(fields) if name in ("affinity", "dnsConfig") else _list(_fields(fields))
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """Return the schema of an object of Kubernetes: the names of its fields, and their types."""
+    found = json.loads((FIELDS / f"{name}.json").read_text(encoding="utf-8"))
+    types = {key: {"type": each["type"]} if "type" in each else {} for key, each in found["properties"].items()}
+    return _object(types) | ({"required": found["required"]} if "required" in found else {})
 
 
 def _text(pattern: str | None = None) -> dict[str, Any]:

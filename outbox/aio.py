@@ -6,9 +6,10 @@ synchronous. The functions of this module read. This module is experimental as l
 
 import asyncio
 import contextlib
+import functools
 import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, Unpack
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from google.api_core.retry import AsyncRetry
@@ -19,22 +20,45 @@ from outbox.base.values import class_name
 from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
 from outbox.observing import count_registered
-from outbox.registration import CANCEL_TAG, COLUMNS, TABLE, Options, Task, check_not_registered, delete, task_row
+from outbox.registration import CANCEL_TAG, COLUMNS, TABLE, Options, Task, check_not_registered, take_out, task_row
 from outbox.table import transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transactions import PrimaryKey, Row, SupportsDelete, SupportsInsert
+from outbox.table.transactions import PrimaryKey, Row, SupportsInsert, SupportsUpdate
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
 __all__ = ["AsyncTransaction", "Transaction", "cancel", "process_once", "register_once", "run_in_transaction"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 #: The transactions of `cancel`.
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
 
 
-class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
+@Coroutine.register
+class _Awaited:
+    """A coroutine that is neither true nor false: `if process_once(...):` without `await` would be true each time."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # send, throw and close, which asyncio calls
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def __bool__(self) -> NoReturn:
+        name = self.__name__
+        raise TypeError(f"outbox.aio.{name} was not awaited, so nothing has happened. Write `await aio.{name}(...)`")
+
+
+def _awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    return functools.wraps(function)(lambda *given, **named: cast(Any, _Awaited(function(*given, **named))))
+
+
+class AsyncTransaction(SupportsInsert, SupportsUpdate, Protocol):
     """Reads, runs queries and accepts mutations: the transaction of an `AsyncClient`."""
 
     async def read(
@@ -48,6 +72,7 @@ class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
         """Return the rows of a query."""
 
 
+@_awaited
 async def register_once(
     transaction: AsyncTransaction,
     topic: str,
@@ -79,6 +104,7 @@ async def register_once(
     return is_new
 
 
+@_awaited
 async def process_once(
     transaction: AsyncTransaction, message: ReceivedMessage, *, consumer: str, key: Key = "task_id"
 ) -> bool:
@@ -97,19 +123,19 @@ async def process_once(
     """
     _check(transaction, "inbox.process_once")
     row = once.inbox_row(message, consumer, key)
-    with once.table_errors():
-        values = (*row, COMMIT_TIMESTAMP)
-        return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
+    values = (*row, COMMIT_TIMESTAMP)
+    return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
 
 
 async def _insert_once(
     transaction: AsyncTransaction, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
 ) -> bool:
-    inserted, deleted = transactions.changes(transaction)
+    inserted = transactions.changes(transaction).inserted
     keys, options = KeySet(keys=[list(key)]), transactions.request(tag, AsyncRetry)
-    rows = await transaction.read(table, columns[: len(key)], keys, **options)
-    # To the end, as in outbox.register_once.
-    exists = [each async for each in rows] and not (table == TABLE and key[0] in deleted)
+    with transactions.table_errors(table):
+        rows = await transaction.read(table, columns[: len(key)], keys, **options)
+        # To the end, as in outbox.register_once.
+        exists = [each async for each in rows]
     # After the read, because another coroutine may have inserted the row in the meantime.
     if exists or key in inserted:
         return False
@@ -118,6 +144,7 @@ async def _insert_once(
     return True
 
 
+@_awaited
 async def run_in_transaction(
     database: Any, function: Callable[..., Awaitable[T]], *arguments: Any, **options: Any
 ) -> T:
@@ -165,12 +192,12 @@ class _Cancelled(Exception):
     """The client rolls back after this, but not after a CancelledError, which is no Exception."""
 
 
+@_awaited
 async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
-    """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
+    """Take an unsent task out in `transaction`, and return whether it did. False: see `outbox.cancel`.
 
-    Experimental. See `outbox.cancel`: call it first in the transaction, and a task that it deletes may have been
-    published before. Concurrent calls in one transaction run one after the other. `transaction` is the one of
-    `register_once`.
+    Experimental. Call it first in the transaction. A task that it takes out may have been published before. Concurrent
+    calls in one transaction run one after the other. `transaction` is the one of `register_once`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
@@ -180,24 +207,25 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """
     _check(transaction, "cancel")
     check_task_id(task_id)
-    inserted, deleted = transactions.changes(transaction)
+    inserted, cancelled = transactions.changes(transaction)
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
         options = transactions.request(CANCEL_TAG, AsyncRetry)
-        return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
+        with transactions.table_errors(TABLE):
+            return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 
-    # Two calls that read before either deletes would both release no task of their common key.
+    # Two calls that read before either writes would both release no task of their common key.
     async with _cancelling.setdefault(transaction, asyncio.Lock()):
         [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=task_id)
         # After the read, because another coroutine may have registered the task in the meantime.
         check_not_registered(task_id, inserted)
-        if not is_unsent or task_id in deleted:
+        if not is_unsent or task_id in cancelled:
             return False
         heads: list[Sequence[Any]] = []
         if ordering_key is not None:
             layout = Layout.usable(await query(LAYOUTS))
-            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*deleted, task_id])
-        delete(transaction, task_id, [id for (id,) in heads])
+            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*cancelled, task_id])
+        take_out(transaction, task_id, [id for id, _ in heads])
         return True
 
 

@@ -32,7 +32,6 @@ MAX_ORDERING_KEY_BYTES = 1_024
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 
 _TOPIC = re.compile(TOPIC)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _DATA = (bytes, bytearray, memoryview)
 
 # The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
@@ -94,12 +93,15 @@ def check_task_id(task_id: str) -> str:
 def check_new_task_id(task_id: str) -> str:
     """Return the ID of a task to register, as `check_task_id` does. Raises InvalidMessage.
 
-    Lines of files and of logs, and forms in a browser, change an ID with control characters. Other programs can insert
-    such tasks, so everything else accepts them.
+    Lines of files and of logs, and forms in a browser, change an ID with control characters, and lists do not show
+    invisible ones. Other programs can insert such tasks, so everything else accepts them.
     """
     task_id = check_task_id(task_id)
-    if _CONTROL.search(task_id):
-        raise InvalidMessage(f"task_id {task_id!r} has a control character, such as a line break. Remove it")
+    if not task_id.isprintable() or task_id != task_id.strip():
+        raise InvalidMessage(
+            f"task_id {task_id!r} has an invisible character, such as a line break, or a space at its begin or end. "
+            "Remove it"
+        )
     return task_id
 
 
@@ -116,6 +118,11 @@ def build(
     merged = {} if given is None else dict(given.attributes)
     if attributes is not None:
         _merge_attributes(merged, attributes)
+        if (given_id := attributes.get(TASK_ID_ATTRIBUTE, task_id)) != task_id:
+            raise InvalidMessage(
+                f"attribute {TASK_ID_ATTRIBUTE!r} is {_shown(given_id)}, but the ID of the task is {task_id!r}. Leave "
+                "the attribute out, and pass the ID as `task_id`"
+            )
     merged[TASK_ID_ATTRIBUTE] = task_id
     _check_attributes(merged)
     key = _one_ordering_key("" if given is None else given.ordering_key, ordering_key)

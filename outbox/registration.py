@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, TypedDict, Unpack
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import message as messages
 from outbox.base.values import class_name, in_utc
@@ -20,9 +20,9 @@ from outbox.errors import InvalidMessage, InvalidTransaction
 from outbox.observing import count_registered
 from outbox.table import transactions
 from outbox.table.ddl import Layout
-from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
+from outbox.table.shared_sql import CANCEL_COLUMNS, LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.states import NEVER
-from outbox.table.transactions import SupportsCancel, SupportsDelete, SupportsInsert, SupportsReadInsert
+from outbox.table.transactions import SupportsCancel, SupportsInsert, SupportsReadInsert, SupportsUpdate
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults (SentAt is NULL) or are generated (Shard from the
@@ -36,8 +36,13 @@ _OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "Exp
 #: A UUID stores its variant in one hexadecimal digit. Maps a random digit to a valid one.
 _VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
+#: Of a commit, without its index entries: https://cloud.google.com/spanner/quotas#limits-for
+MAX_MUTATIONS = 80_000
+
 #: The tag of the requests of a cancel.
 CANCEL_TAG = "outbox-cancel"
+#: The value of CancelledBy if an application has cancelled the task.
+APPLICATION = "application"
 #: Runs a statement with its parameters, and returns the rows.
 Query = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
 
@@ -108,9 +113,9 @@ def register(
         available_at: do not publish before this timezone-aware time.
         expires_at: do not publish after this timezone-aware time.
         at_most_once: prefer a loss to a duplicate; not together with an ordering key.
-        task_id: 1 to 64 characters, none of them a control character; a second insert of the same ID fails the commit
-            with AlreadyExists. Default: a random UUID. Never use a monotonically increasing number, because the ID is
-            the primary key (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
+        task_id: 1 to 64 printable characters, without a space at the begin or end; a second insert of the same ID fails
+            the commit with AlreadyExists. Default: a random UUID. Never use a monotonically increasing number, because
+            the ID is the primary key (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
 
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
@@ -190,7 +195,7 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
     Raises:
         InvalidMessage: like `register`, or two tasks have the same `task_id`. The message begins with the index of the
-            task. Nothing was added to the transaction.
+            task. Or there are more tasks than a commit can hold. Nothing was added to the transaction.
         InvalidTransaction: like `register`.
         TypeError: like `register`, or `tasks` is no collection. If a task or its message has a wrong type, the text
             begins with the index of the task.
@@ -199,7 +204,13 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
     rows = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
-    transactions.insert(transaction, TABLE, *_without_defaults(rows))
+    columns, values = _without_defaults(rows)
+    if len(columns) * len(rows) > MAX_MUTATIONS:
+        raise InvalidMessage(
+            f"{len(rows):,} tasks are more than {len(columns) * len(rows):,} mutations, and Spanner allows "
+            f"{MAX_MUTATIONS:,} in a commit. Register at most {MAX_MUTATIONS // 16:,} tasks in one transaction"
+        )
+    transactions.insert(transaction, TABLE, columns, values)
     transactions.changes(transaction).inserted.update(row[:1] for row in rows)
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
@@ -207,21 +218,21 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
 
 def cancel(transaction: SupportsCancel, task_id: str) -> bool:
-    """Delete an unsent task in `transaction`. Return False if it is sent or does not exist.
+    """Take an unsent task out in `transaction`. Return False if it is sent, cancelled already, or does not exist.
 
-    The task may be in any unsent state: pending, retrying, scheduled, blocked or dead. If the transaction commits,
-    workers do not publish it any more. If it is the head of an ordering key, the same transaction releases the next
-    task of the key.
+    The task may be in any unsent state: pending, retrying, scheduled, blocked or dead. Its row stays, with SentAt and
+    CancelledBy. If the transaction commits, workers do not publish it any more, unless an operator restores it. If it
+    is the head of an ordering key, the same transaction releases the next task of the key.
 
     No cancel takes a message back. The call locks the row for the transaction. If a batch of a worker holds the lock,
     the younger of the two transactions waits. So a transaction that begins with the call waits until the batch has
     committed, usually for less than a second, and gets False if the task was sent. A transaction that has read before
     can be older. Then Spanner aborts the batch, which may have published the task: the call returns True, although
     subscribers receive the message. The same happens to a task that is in doubt. So call `cancel` first in the
-    transaction. A worker logs the ID of each task that it finds deleted after it has published it.
+    transaction. A worker that has published a task and finds it cancelled marks it as sent, and logs its ID.
 
-    To replace a task, cancel it, and then register another one with a new ID. The inbox of a subscriber that has
-    received the cancelled one would ignore the same ID for 32 days.
+    To replace a task, cancel it, and then register another one with a new ID. The ID of the cancelled one is in use
+    until its row is deleted.
 
     `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call `cancel`
     before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. If the client uses a database role, the role
@@ -242,9 +253,10 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
         # Read to the end, because until then the client blocks the next statement of the transaction.
         return list(transaction.execute_sql(sql, **parameters(values), **transactions.request(CANCEL_TAG)))
 
-    heads = next_heads(query, task_id, transactions.changes(transaction).deleted)
+    with transactions.table_errors(TABLE):
+        heads = next_heads(query, task_id, transactions.changes(transaction).cancelled)
     if heads is not None:
-        delete(transaction, task_id, heads)
+        take_out(transaction, task_id, heads)
     return heads is not None
 
 
@@ -257,26 +269,27 @@ def check_not_registered(task_id: str, inserted: Collection[transactions.Primary
         )
 
 
-def next_heads(query: Query, task_id: str, deleted_before: Collection[str] = ()) -> list[str] | None:
-    """Lock a task. Return the IDs of the tasks to release when it is deleted, or None if it was sent or does not exist.
+def next_heads(query: Query, task_id: str, cancelled_before: Collection[str] = ()) -> list[str] | None:
+    """Lock a task. Return the IDs of the tasks to release when it is taken out, or None if it is not unsent.
 
-    `deleted_before` are the tasks that the transaction has deleted by mutations, because its reads still return them.
+    `cancelled_before` are the tasks that the transaction has cancelled by mutations, because its reads still return
+    them as unsent.
     """
     [[is_unsent, ordering_key]] = query(LOCK_UNSENT, {"id": task_id})
-    if not is_unsent or task_id in deleted_before:
+    if not is_unsent or task_id in cancelled_before:
         return None
     if ordering_key is None:
         return []
     layout = Layout.usable(query(LAYOUTS, {}))
-    return [id for (id,) in query(layout.sql(NEXT_OF_KEYS), {"ids": [*deleted_before, task_id]})]
+    return [id for id, _ in query(layout.sql(NEXT_OF_KEYS), {"ids": [*cancelled_before, task_id]})]
 
 
-def delete(transaction: SupportsDelete, task_id: str, heads: Iterable[str]) -> None:
-    """Buffer the release of `heads`, and the deletion of a task."""
+def take_out(transaction: SupportsUpdate, task_id: str, heads: Iterable[str]) -> None:
+    """Buffer the release of `heads`, and the cancel of a task by an application."""
     if rows := [(id, None, None) for id in heads]:
         transaction.update(TABLE, ("Id", *RELEASED), rows)
-    transaction.delete(TABLE, KeySet(keys=[[task_id]]))
-    transactions.changes(transaction).deleted.add(task_id)
+    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(task_id, COMMIT_TIMESTAMP, APPLICATION)])
+    transactions.changes(transaction).cancelled.add(task_id)
 
 
 def task_row(task: Task) -> transactions.Row:

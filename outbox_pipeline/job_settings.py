@@ -176,9 +176,7 @@ class AuditSettings(JobSettings):
 class ReplaySettings(JobSettings):
     """Settings of `replay`."""
 
-    archive: str = setting(
-        "", _ANY_FOLDER, "Folder of the archive to replay from. If empty, the job replays from the table."
-    )
+    archive: str = setting(None, _FOLDER, "Folder of the archive.")
     topic: str = setting("", _ANY_TOPIC, "Only tasks with this value of Topic.")
     since: timedelta | datetime | None = setting("", _ANY_MOMENT, "Only tasks sent at or after this time.")
     until: timedelta | datetime | None = setting("", _ANY_MOMENT, "Only tasks sent before this time.")
@@ -188,6 +186,13 @@ class ReplaySettings(JobSettings):
         "Only tasks for which this Spark SQL predicate is true.",
     )
     max_rows_per_second: int = setting("0", _RATE, "Max tasks per second of the whole job. 0 is no limit.")
+
+    def __post_init__(self) -> None:
+        """Check that tasks are selected. Raises SettingError."""
+        if not (self.topic or self.where) and self.since is None and self.until is None:
+            raise SettingError(
+                "No tasks are selected. Pass --topic, --since, --until or --where. --where true selects all tasks"
+            )
 
 
 def _check_one(name: str, files: str, table: str, format: str) -> None:

@@ -49,8 +49,8 @@ INPUT = optional(
     available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
 )  # fmt: skip
 
-#: An archived task: the table's columns, when an operator cancelled it, or NULL if it was sent, and the day (UTC).
-ARCHIVED = t.StructType([*TABLE, *optional(CancelledAt=_TIME), *required(SentDate=t.DateType())])
+#: An archived task: the table's columns, and the day of SentAt in UTC.
+ARCHIVED = t.StructType([*TABLE, *required(SentDate=t.DateType())])
 
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.

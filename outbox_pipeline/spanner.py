@@ -14,16 +14,13 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
-from outbox.admin import operator_sql
-from outbox.admin.operator_sql import CANCELLED_INDEX, CANCELLED_SHARDS
 from outbox.admin.table import TaskTable, kept
 from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import SECONDS, DatabaseSettings
 from outbox.registration import TABLE
 from outbox.table.connection import open_database
-from outbox.table.ddl import CANCELLED
-from outbox.table.shared_sql import TO_SEND_INDEX
+from outbox.table.shared_sql import TO_SEND_INDEX, by_ids
 from outbox.table.states import LONG_AGO
 from outbox.table.transactions import retry_and_timeout
 
@@ -65,16 +62,12 @@ class Table(TaskTable):
             return False
 
     def first_ended(self) -> datetime | None:
-        """Return the earliest SentAt or CancelledAt, or None if no task is sent or cancelled."""
-        now, times = self.now(), []
-        for column, table, index, shards in (
-            ("SentAt", TABLE, self.layout.sql(TO_SEND_INDEX), self.shards),
-            ("CancelledAt", CANCELLED, CANCELLED_INDEX, range(CANCELLED_SHARDS)),
-        ):
-            for shard in shards:
-                keys = KeySet(ranges=[KeyRange(start_closed=[shard, LONG_AGO], end_closed=[shard])])
-                rows = self.rows((column,), keys, now, table=table, index=index, limit=1, seconds=CALL_SECONDS)
-                times += [datetime.fromisoformat(time.string_value) for (time,) in rows]
+        """Return the earliest SentAt, or None if no task is sent or cancelled."""
+        now, index, times = self.now(), self.layout.sql(TO_SEND_INDEX), []
+        for shard in self.shards:
+            keys = KeySet(ranges=[KeyRange(start_closed=[shard, LONG_AGO], end_closed=[shard])])
+            rows = self.rows(("SentAt",), keys, now, index=index, limit=1, seconds=CALL_SECONDS)
+            times += [datetime.fromisoformat(time.string_value) for (time,) in rows]
         return min(times, default=None)
 
     def rows(
@@ -83,7 +76,6 @@ class Table(TaskTable):
         keys: KeySet,
         at: datetime,
         *,
-        table: str = TABLE,
         index: str = "",
         limit: int = 0,
         seconds: float = TABLE_SECONDS,
@@ -95,7 +87,7 @@ class Table(TaskTable):
         columns = [self.layout.sql(name) for name in columns]
         with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
             yield from snapshot.read(
-                table, columns, keys, index=index, limit=limit, lazy_decode=True,
+                TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
                 request_options={"priority": LOW, "request_tag": "outbox-pipeline-read"},
                 **retry_and_timeout(seconds),
             )  # fmt: skip
@@ -113,7 +105,7 @@ class Table(TaskTable):
 
     def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         """Return the decoded rows of the `ids` that exist."""
-        statement = operator_sql.rows_by_ids(", ".join(columns))
+        statement = by_ids(", ".join(columns))
         return self.query(statement, tag, {"ids": [*ids]}, seconds=CALL_SECONDS)
 
 

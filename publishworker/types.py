@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from outbox.table.controls import NO_CONTROLS, TopicControls
-from outbox.table.states import is_dead
+from outbox.table.states import first_due, is_dead
 
 #: The phases of a poll and of a batch whose durations are reported.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
@@ -87,6 +87,12 @@ class LockedRow(NamedTuple):
     deferred: bool = False
     due_at: datetime | None = None
     times_sent: int = 0
+    cancelled_by: str | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Tell whether the task was sent. A cancelled one has a SentAt, too, and was not."""
+        return self.sent_at is not None and self.cancelled_by is None
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
@@ -100,9 +106,10 @@ class LockedRow(NamedTuple):
 class Version(NamedTuple):
     """The state of a row when its task was last tried.
 
-    `message` identifies the message. It changes if an application registers the ID again (CreatedAt), or an operator
-    moves the task (Topic, OrderingKey), repairs its message or resets SentAt (TimesSent). Only TimesSent shows that a
-    task was marked and reset in between.
+    `message` identifies the message. It changes if the ID is registered again after its row was deleted (CreatedAt,
+    TimesSent), an operator moves the task (Topic, OrderingKey), repairs its message or resets SentAt (TimesSent), or a
+    replay inserts the task again after its purge (the start of its age: deferrals and failed attempts keep it). Only
+    TimesSent shows that a task was marked and reset in between. A cancel changes nothing of it.
 
     `schedule` changes if another worker defers the task, releases it or records a failed attempt. If only `schedule`
     has changed, a published task is still marked, because Pub/Sub has the message. A failure is recorded only if both
@@ -115,7 +122,7 @@ class Version(NamedTuple):
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
         """Return a row's version. It has a hash of the message instead of its bytes."""
-        message = row.topic, row.ordering_key, row.created_at, row.times_sent, hash(row.data)
+        message = row.topic, row.ordering_key, row.created_at, row.times_sent, first_due(row), hash(row.data)
         return cls(message, (row.available_at, row.expires_at, row.attempts, row.deferred))
 
     def after(self, change: "NotSent | Deferred") -> "Version":
@@ -126,7 +133,7 @@ class Version(NamedTuple):
         return self._replace(schedule=(change.available_at, expires_at, attempts, isinstance(change, Deferred)))
 
     def is_of_task(self, row: LockedRow | None) -> bool:
-        """Tell whether this is still the row of the task. The ID of a deleted one may be registered again."""
+        """Tell whether this is still the row of the task. The ID of a purged one may be registered again."""
         return row is not None and row.created_at == self.message[2]
 
     def has_message_of(self, row: LockedRow) -> bool:
@@ -153,6 +160,7 @@ class Skipped:
     """Why the transaction neither publishes nor marks the task.
 
     - `sent`: the row has a SentAt. `Delivered.already_sent` counts it.
+    - `cancelled`: the row has a CancelledBy. If another program has made it unsent, the commit ends it again.
     - `changed`: it was published, and then registered again, repaired, moved, or marked and reset.
     - `gone`: the row does not exist any more.
     - `not_due`: AvailableAt is in the future.
@@ -161,7 +169,7 @@ class Skipped:
     - `blocked`: an earlier task of its ordering key is not due or must be marked first.
     """
 
-    reason: Literal["sent", "changed", "gone", "not_due", "moved", "at_most_once", "blocked"]
+    reason: Literal["sent", "cancelled", "changed", "gone", "not_due", "moved", "at_most_once", "blocked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +215,13 @@ class Deferred:
     head: str
 
 
+@dataclass(frozen=True, slots=True)
+class EndedAgain:
+    """A commit sets SentAt of a cancelled task that another program has made unsent, for example by a bulk DML."""
+
+
 #: What a commit writes to a locked row: a mark (a Published sets SentAt), or new values. Other rows are not written.
-RowChange = Published | NotSent | Deferred
+RowChange = Published | NotSent | Deferred | EndedAgain
 
 
 class Kind(Enum):
@@ -314,6 +327,14 @@ class Claim:
         return (replace(self, releases=()),) if self.releases else ()
 
 
+class TakenOut(NamedTuple):
+    """A published task that was taken out before its mark. If its row is there, the commit has marked it as sent."""
+
+    message_id: str
+    #: CancelledBy of the row. None: the row was deleted, or its ID was registered again.
+    by: str | None
+
+
 #: What has happened to a task whose change cannot be written. `marked`: an at-most-once task whose mark is committed,
 #: but which Pub/Sub has refused, or not answered.
 MarkState: TypeAlias = Literal["published", "unpublished", "marked"]
@@ -338,9 +359,8 @@ class Delivered:
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
     #: Deferrals that are written.
     deferred: Mapping[str, Deferred] = field(default_factory=dict)
-    #: Published tasks whose rows were deleted before their mark, by a cancel. An ID that was registered again counts as
-    #: deleted.
-    deleted: frozenset[str] = frozenset()
+    #: Published tasks that were taken out before their mark.
+    cancelled: Mapping[str, TakenOut] = field(default_factory=dict)
     #: Tasks whose rows are still to be written. The batch goes on to write them.
     unmarked: frozenset[str] = frozenset()
     #: At-most-once tasks that may be marked as sent without having been published.
@@ -361,16 +381,9 @@ class Delivered:
         """Return the IDs of published tasks whose marks are not written yet."""
         return [id for id in self.published() if id in self.unmarked]
 
-    def cancelled(self) -> dict[str, str]:
-        """Return the message ID of each published task that was deleted before its mark."""
-        deleted = self.deleted - self.unmarked  # the batch locks an unmarked task again, and reports it then
-        published = {id: answer for id, answer in self.answers.items() if isinstance(answer, Published)}
-        return {id: answer.message_id for id, answer in published.items() if id in deleted}
-
     def has_written(self) -> bool:
         """Tell whether the batch has changed a row. Then the next poll may find other tasks."""
-        unwritten = self.unmarked | self.deleted
-        return any(id not in unwritten for id in (*self.published(), *self.recorded, *self.deferred))
+        return any(id not in self.unmarked for id in (*self.published(), *self.recorded, *self.deferred))
 
     def already_sent(self) -> list[str]:
         """Return the IDs that another worker had sent."""
@@ -395,10 +408,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Published tasks that were found deleted after the first report of their batch, with their message IDs."""
+    """Published tasks that were found taken out, after the first report of their batch."""
 
     claim: Claim
-    message_ids: Mapping[str, str]
+    tasks: Mapping[str, TakenOut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +445,7 @@ class Turn:
     recorded: int = 0  # failed attempts that are written to their rows, or will be with the marks
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
-    cancelled: int = 0  # published, and then deleted before the mark
+    cancelled: int = 0  # published, and taken out before the mark
     in_flight: int = 0  # batches that have not ended
     next: Next = Next.LATER
     seconds_to_change: float = math.inf  # seconds until a topic that is unavailable now may be tried again

@@ -7,27 +7,19 @@
 CREATE ROLE publishworker;
 GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards
   TO ROLE publishworker;
-GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
+GRANT UPDATE(Id, SentAt, CancelledBy, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE publishworker;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE publishworker;
--- To add the tasks that it had published to the record of the operation that cancelled them.
-GRANT SELECT(Id, OperationId) ON TABLE AsynchronousTasksCancelled TO ROLE publishworker;
-GRANT SELECT(OperationId, Published), UPDATE(OperationId, Published)
-  ON TABLE AsynchronousTaskOperations TO ROLE publishworker;
 
 -- Operators, who run the `outbox` commands.
 CREATE ROLE outbox_operator;
 GRANT SELECT
   ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards,
-    AsynchronousTaskOperations, AsynchronousTasksCancelled
+    AsynchronousTaskOperations
   TO ROLE outbox_operator;
-GRANT UPDATE(Id, SentAt, AvailableAt, DueAt, BlockedBy, ExpiresAt, Attempts)
-  ON TABLE AsynchronousTasks TO ROLE outbox_operator;
-GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
-    AtMostOnce, Attempts, LastError, TimesSent, SentAt)
+GRANT UPDATE(Id, SentAt, CancelledBy, AvailableAt, DueAt, BlockedBy, ExpiresAt, Attempts)
   ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT DELETE ON TABLE AsynchronousTasks TO ROLE outbox_operator;
-GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTasksCancelled TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskTopics TO ROLE outbox_operator;
 GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_operator;
@@ -36,11 +28,8 @@ GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_oper
 -- During a reshard, grant the column that it adds, such as Shard32, and revoke the old one (docs/operations/upgrade.md).
 CREATE ROLE outbox_viewer;
 GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, Shard, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
-    AtMostOnce, Attempts, LastError, TimesSent, SentAt)
+    AtMostOnce, Attempts, LastError, TimesSent, SentAt, CancelledBy)
   ON TABLE AsynchronousTasks TO ROLE outbox_viewer;
-GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
-    AtMostOnce, Attempts, LastError, TimesSent, OperationId, CancelledAt, CancelledShard)
-  ON TABLE AsynchronousTasksCancelled TO ROLE outbox_viewer;
 GRANT SELECT
   ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards, AsynchronousTaskOperations
   TO ROLE outbox_viewer;
@@ -55,18 +44,17 @@ GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, Availa
 CREATE ROLE outbox_subscriber;
 GRANT SELECT(Consumer, TaskId), INSERT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_subscriber;
 
--- The jobs on Spark: `register` inserts, `archive` and `audit` read tasks, also cancelled ones, `archive --purge` deletes
--- sent ones, `drain` does what the relay does, `replay` updates, inserts what was purged, and records what it has handled,
--- and `audit --inbox` reads the records of a subscriber.
+-- The jobs on Spark: `register` inserts, `archive` and `audit` read tasks, `archive --purge` deletes sent and cancelled
+-- ones, `drain` does what the relay does, `replay` updates tasks and inserts those that were purged, and `audit --inbox`
+-- reads the records of a subscriber.
 CREATE ROLE outbox_pipeline;
 GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
-GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
+GRANT UPDATE(Id, SentAt, CancelledBy, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards TO ROLE outbox_pipeline;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pipeline;
-GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce, TimesSent)
+GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, DueAt, ExpiresAt, AtMostOnce,
+    TimesSent)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_pipeline;
-GRANT SELECT ON TABLE AsynchronousTasksCancelled TO ROLE outbox_pipeline;
-GRANT SELECT(Consumer, TaskId, ProcessedAt), INSERT(Consumer, TaskId, ProcessedAt),
-  UPDATE(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_pipeline;
+GRANT SELECT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_pipeline;

@@ -5,7 +5,8 @@
 -- No comment here holds a semicolon or a quote, because some tools split a file into statements at these.
 
 -- A task is a request to publish one message. Applications insert it with outbox.register in the transaction that
--- changes their own rows. The state of a task follows from SentAt, AvailableAt, BlockedBy and Attempts.
+-- changes their own rows. The state of a task follows from SentAt, CancelledBy, AvailableAt, BlockedBy and Attempts. A
+-- task is one row from its registration until the retention or a purge deletes the row.
 CREATE TABLE AsynchronousTasks (
   -- A random UUID, or an ID that the caller chose to make the registration idempotent. The primary key begins with it,
   -- so it must never be a monotonically increasing number (hot spot). It travels as the attribute asynchronous_task_id.
@@ -45,12 +46,16 @@ CREATE TABLE AsynchronousTasks (
   -- How often SentAt was set, and once more for each replay that restored the task from an archive. It tells a task that
   -- an operator wants to be sent again from one whose mark was lost.
   TimesSent   INT64       NOT NULL DEFAULT (0),
-  -- NULL: not sent. Setting it to NULL sends the task again.
+  -- When the task was sent or cancelled. NULL: neither. Setting it to NULL sends a sent task again.
   SentAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  -- Who cancelled the task: the ID of an operation, or application. NULL: not cancelled. A cancelled task is published
+  -- only if `outbox restore` sets SentAt and CancelledBy to NULL.
+  CancelledBy STRING(64),
   -- An unordered task has NULL, never an empty text, which Pub/Sub would take for no key.
   CONSTRAINT AsynchronousTasksOrderingKey CHECK (OrderingKey != '')
 ) PRIMARY KEY (Id),
-  -- OUT-LOSS-7: only sent tasks are deleted: a SentAt of NULL never becomes old, so unsent and dead tasks stay.
+  -- OUT-LOSS-7: only sent and cancelled tasks are deleted. A SentAt of NULL never becomes old, so unsent tasks stay, dead
+  -- ones included.
   ROW DELETION POLICY (OLDER_THAN(SentAt, INTERVAL 7 DAY));
 
 -- Everything that the poll and the counts by state read, without a join back to the table. For each shard and topic,
@@ -58,14 +63,20 @@ CREATE TABLE AsynchronousTasks (
 -- shard, not with a timestamp (hot spot).
 CREATE INDEX AsynchronousTasksToSend
   ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt)
-  STORING (OrderingKey, Bytes, Attempts, BlockedBy, DueAt);
+  STORING (OrderingKey, Bytes, Attempts, BlockedBy, DueAt, CancelledBy);
 
 -- The first unsent tasks of an ordering key. Tasks without a key are not in it, so they do not pay for it. It begins with
 -- the shard, because ordering keys often increase monotonically (hot spot).
 CREATE INDEX AsynchronousTasksInOrder
   ON AsynchronousTasks (Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence)
-  STORING (AvailableAt)
+  STORING (AvailableAt, CancelledBy)
   WHERE OrderingKey IS NOT NULL;
+
+-- The cancelled tasks by time. All other tasks are not in it, so they do not pay for it.
+CREATE INDEX AsynchronousTasksToRestore
+  ON AsynchronousTasks (Shard, SentAt)
+  STORING (CancelledBy, Topic, OrderingKey, Sequence, CreatedAt, Bytes)
+  WHERE CancelledBy IS NOT NULL;
 
 -- Topic controls: one row for each topic that has a pause, a limit, a route or a retry policy. A limit of NULL is no limit.
 -- A rate needs a burst. All live workers share a limit.
@@ -119,7 +130,7 @@ CREATE TABLE AsynchronousTaskOperations (
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
-  -- NULL: it runs, or it ended early. A replay can then be resumed.
+  -- NULL: it runs, or it ended early.
   FinishedAt  TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   -- The account of the credentials, or the local user and host if the credentials name none.
   Principal   STRING(MAX),
@@ -137,47 +148,11 @@ CREATE TABLE AsynchronousTaskOperations (
   -- NULL: no person has stopped the operation.
   StoppedAt   TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   -- Where the next chunk begins, as JSON. Each chunk moves it in its own transaction, so no chunk is executed twice.
-  Position    STRING(MAX),
-  -- The tasks that a worker had published before this operation cancelled them, at most 1,000, with the IDs of their
-  -- messages: a JSON object.
-  Published   STRING(MAX)
+  Position    STRING(MAX)
 ) PRIMARY KEY (OperationId);
 
--- Tasks that operators have cancelled, with the columns that AsynchronousTasks had. `outbox restore` puts them back. If a
--- task with the same ID is registered and cancelled later, it replaces the earlier one. Workers do not need this table.
-CREATE TABLE AsynchronousTasksCancelled (
-  Id             STRING(64)  NOT NULL,
-  Topic          STRING(400) NOT NULL,
-  Data           BYTES(MAX)  NOT NULL,
-  Bytes          INT64       NOT NULL AS (BYTE_LENGTH(Data)) STORED,
-  Priority       INT64       NOT NULL,
-  OrderingKey    STRING(1024),
-  Sequence       INT64,
-  CreatedAt      TIMESTAMP   NOT NULL,
-  AvailableAt    TIMESTAMP,
-  DueAt          TIMESTAMP,
-  BlockedBy      STRING(64),
-  ExpiresAt      TIMESTAMP,
-  AtMostOnce     BOOL        NOT NULL,
-  Attempts       INT64       NOT NULL,
-  LastError      STRING(MAX),
-  TimesSent      INT64       NOT NULL,
-  -- The operation that cancelled the task.
-  OperationId    STRING(64)  NOT NULL,
-  CancelledAt    TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
-  -- Spreads the index. All tasks of a key share a shard, in which they are restored in order. A reshard does not change it.
-  CancelledShard INT64       NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 10))) STORED
-) PRIMARY KEY (Id),
-  ROW DELETION POLICY (OLDER_THAN(CancelledAt, INTERVAL 7 DAY));
-
--- The cancelled tasks by time, as AsynchronousTasksToSend has the sent ones.
-CREATE INDEX AsynchronousTasksCancelledByTime
-  ON AsynchronousTasksCancelled (CancelledShard, CancelledAt)
-  STORING (Topic, OrderingKey, Sequence, CreatedAt, Bytes, OperationId);
-
 -- The inbox of subscribers: the tasks that a consumer has processed. It belongs into the database of the subscriber, and
--- workers do not need it. A replay from an archive records its tasks in the one of its own database. Keep rows longer than
--- Pub/Sub keeps messages.
+-- workers do not need it. Keep rows longer than Pub/Sub keeps messages.
 CREATE TABLE ProcessedTasks (
   Consumer    STRING(256) NOT NULL,
   TaskId      STRING(128) NOT NULL,

@@ -19,6 +19,12 @@ UV = Path(sys.executable).with_name("uv")
 TESTS = ("tests/unit", "tests/contract", "tests/integration")
 #: The tests of `make test`; the extended ones would take an hour for each run.
 QUICK = "not extended and not long"
+#: The tests of what applications import, with a client that is too old for the worker.
+LIBRARY = (
+    *("tests/unit/test_inbox.py", "tests/unit/test_inbox_batches.py", "tests/unit/test_testing.py"),
+    *("tests/integration/test_register_spanner.py", "tests/integration/test_cancel.py"),
+    *("tests/integration/test_inbox.py", "tests/integration/test_reading.py", "tests/integration/test_drivers.py"),
+)
 #: The packages whose versions the page shows.
 CLIENTS = ("google-cloud-spanner", "google-cloud-pubsub", "protobuf")
 PINNED = ("--constraint", "constraints.txt")
@@ -33,6 +39,7 @@ class Run(NamedTuple):
     flags: tuple[str, ...]
     tests: tuple[str, ...] = TESTS
     shown: tuple[str, ...] = CLIENTS
+    extras: str = "[worker,spark]"
 
     @classmethod
     def of_spark(cls, python: str, *flags: str) -> "Run":
@@ -45,6 +52,7 @@ RUNS = {
     "pinned-3.12": Run("3.12", PINNED),
     "pinned-3.13": Run("3.13", PINNED),
     "pinned-3.14": Run("3.14", PINNED),
+    "floor": Run("3.11", ("--resolution", "lowest-direct", "--override", "tools/floor.txt"), LIBRARY, extras=""),
     "oldest": Run("3.11", ("--resolution", "lowest-direct")),
     "newest": Run("3.13", ("--upgrade",)),
     "spark-oldest": Run.of_spark("3.11", "--resolution", "lowest-direct"),
@@ -72,7 +80,7 @@ def exit_code_of(name: str, flags: list[str]) -> int | None:
         print(f"{name}: Python {run.python} is not installed, so it is not tested. Install it and run again.")
         return None
     groups = ("--group", "test", "--group", "bench", "--group", "install")  # some tests run uv and draw plots
-    if _uv("pip", "install", "--python", python, *run.flags, *groups, "--editable", ".[worker,spark]"):
+    if _uv("pip", "install", "--python", python, *run.flags, *groups, "--editable", f".{run.extras}"):
         print(f"{name}: installing the dependencies failed; see the messages of uv above.")
         return 1
     report, began = FOLDER / f"{name}.xml", time.monotonic()

@@ -1,22 +1,75 @@
 locals {
   datadog  = "${path.module}/../datadog"
+  env      = coalesce(var.env, "production")
   monitors = var.env == null ? toset([]) : fileset("${local.datadog}/monitors", "*.json")
+  values   = { docs_url = var.docs_url, slo_id = "$${slo_id}" }
+  files    = merge({ for file in local.monitors : file => "monitors/${file}" }, { for name in ["dashboard", "slo", "burn-rate"] : name => "${name}.json" })
+  # The files have the names of one release. Each release has its own dashboard, monitors and objective.
+  texts = {
+    for name, file in local.files : name => replace(replace(replace(replace(replace(replace(replace(replace(replace(
+      templatefile("${local.datadog}/${file}", local.values),
+      "my-project", var.project),
+      "env:production", "env:${local.env}"),
+      "service:publishworker", "service:${var.service}"),
+      "service:outbox-pipeline", "service:${var.pipeline_account}"),
+      "horizontalpodautoscaler:publishworker", "horizontalpodautoscaler:${var.service}"),
+      "\"Outbox: publishworker\"", "\"Outbox: overview\""),
+      "[\"production\"]", "[\"${local.env}\"]"),
+      "[\"publishworker\"]", "[\"${var.service}\"]"),
+    "\"Outbox: ", "\"Outbox ${var.service}, ${local.env}: ")
+  }
+  slo = jsondecode(local.texts["slo"])
 }
 
 resource "datadog_dashboard_json" "outbox" {
   count = var.env == null ? 0 : 1
 
-  dashboard = templatefile("${local.datadog}/dashboard.json", { docs_url = var.docs_url })
+  dashboard = local.texts["dashboard"]
 }
 
 resource "datadog_monitor_json" "outbox" {
   for_each = local.monitors
 
-  monitor = replace(
-    replace(
-      templatefile("${local.datadog}/monitors/${each.value}", { docs_url = var.docs_url }),
-      "env:production", "env:${coalesce(var.env, "production")}"
-    ),
-    "my-project", var.project
-  )
+  monitor = local.texts[each.value]
+}
+
+resource "datadog_service_level_objective" "outbox" {
+  count = var.env == null ? 0 : 1
+
+  name        = local.slo.name
+  type        = local.slo.type
+  description = local.slo.description
+  tags        = local.slo.tags
+
+  sli_specification {
+    time_slice {
+      comparator             = local.slo.sli_specification.time_slice.comparator
+      threshold              = local.slo.sli_specification.time_slice.threshold
+      query_interval_seconds = local.slo.sli_specification.time_slice.query_interval_seconds
+
+      query {
+        formula {
+          formula_expression = local.slo.sli_specification.time_slice.query.formulas[0].formula
+        }
+
+        query {
+          metric_query {
+            name  = local.slo.sli_specification.time_slice.query.queries[0].name
+            query = local.slo.sli_specification.time_slice.query.queries[0].query
+          }
+        }
+      }
+    }
+  }
+
+  thresholds {
+    timeframe = local.slo.thresholds[0].timeframe
+    target    = local.slo.thresholds[0].target
+  }
+}
+
+resource "datadog_monitor_json" "burn_rate" {
+  count = var.env == null ? 0 : 1
+
+  monitor = replace(local.texts["burn-rate"], "$${slo_id}", datadog_service_level_objective.outbox[0].id)
 }

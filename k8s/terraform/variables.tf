@@ -18,28 +18,106 @@ variable "database" {
   type        = string
 }
 
+variable "service" {
+  description = "The name of the release: of the worker's Kubernetes service account, and its service in Datadog. Each release of a project has its own."
+  type        = string
+  default     = "publishworker"
+}
+
 variable "namespace" {
   description = "The namespace of the worker's pods, as in k8s/overlays/production."
   type        = string
   default     = "outbox"
 }
 
+variable "worker" {
+  description = "The IAM member of a worker that does not run on GKE, such as a Google service account on Cloud Run. By default, the Kubernetes service account `service`."
+  type        = string
+  default     = null
+}
+
+variable "console_account" {
+  description = "The Kubernetes service account of the console."
+  type        = string
+  default     = "outbox-console"
+}
+
+variable "job_account" {
+  description = "The Kubernetes service account of Jobs that run an outbox command."
+  type        = string
+  default     = "publishworker-job"
+}
+
 variable "applications" {
-  description = "IAM members that register tasks, such as serviceAccount:shop@my-project.iam.gserviceaccount.com."
-  type        = set(string)
-  default     = []
+  description = "IAM members that register tasks, by names of your choice: { shop = \"serviceAccount:shop@my-project.iam.gserviceaccount.com\" }. The members may be attributes of other resources, the names may not."
+  type        = map(string)
+  default     = {}
 }
 
 variable "operators" {
-  description = "IAM members that run the outbox commands, such as group:on-call@example.com."
-  type        = set(string)
-  default     = []
+  description = "IAM members that run the outbox commands, by names of your choice: { on-call = \"group:on-call@example.com\" }."
+  type        = map(string)
+  default     = {}
 }
 
 variable "viewers" {
-  description = "IAM members that run the outbox commands that only read, without messages."
-  type        = set(string)
-  default     = []
+  description = "IAM members that run the outbox commands that only read, without messages, by names of your choice. An operator is also a viewer, so name a member once."
+  type        = map(string)
+  default     = {}
+}
+
+variable "jobs" {
+  description = "Whether Jobs with the account `job_account` may do what operators may."
+  type        = bool
+  default     = false
+}
+
+variable "spark" {
+  description = "Whether the Spark jobs have the database role outbox_pipeline."
+  type        = bool
+  default     = false
+}
+
+variable "pipeline" {
+  description = "The IAM member of the Spark jobs, if they do not run on GKE, such as the service account of Dataproc. By default, the Kubernetes service account `pipeline_account`."
+  type        = string
+  default     = null
+}
+
+variable "pipeline_namespace" {
+  description = "The namespace of the Spark jobs, as in k8s/spark."
+  type        = string
+  default     = "outbox-pipeline"
+}
+
+variable "pipeline_account" {
+  description = "The Kubernetes service account of the Spark jobs, and their service in Datadog."
+  type        = string
+  default     = "outbox-pipeline"
+}
+
+variable "pipeline_drains" {
+  description = "Whether the Spark job drain may publish to the topics."
+  type        = bool
+  default     = false
+}
+
+variable "buckets" {
+  description = "The buckets of the Spark jobs, by names of your choice: { archive = \"my-archive\" }."
+  type        = map(string)
+  default     = {}
+}
+
+variable "inbox" {
+  description = "Whether the subscribers have their inbox in this database."
+  type        = bool
+  default     = false
+}
+
+variable "subscriber_prefix" {
+  description = "The names of the subscribers' accounts begin with it. They are unique in a project."
+  type        = string
+  default     = "sub-"
 }
 
 variable "console_actions" {
@@ -49,7 +127,7 @@ variable "console_actions" {
 }
 
 variable "topics" {
-  description = "The topics, and for each its subscriptions. A name of a subscription becomes a part of an account's name."
+  description = "The topics, and for each its subscriptions. A name of a subscription becomes a part of an account's name. They are unique in a project."
   type        = map(set(string))
 
   # Pub/Sub refuses shorter names, and names that begin with goog. An account's name has at most 30 characters.
@@ -62,6 +140,12 @@ variable "topics" {
     condition     = length(flatten(values(var.topics))) == length(distinct(flatten(values(var.topics))))
     error_message = "A subscription has one topic. Give each subscription its own name."
   }
+}
+
+variable "publishers" {
+  description = "IAM members that may also publish to the topics, without the outbox. All others lose the role."
+  type        = set(string)
+  default     = []
 }
 
 variable "max_delivery_attempts" {
@@ -82,7 +166,7 @@ variable "kms_key_name" {
 }
 
 variable "env" {
-  description = "The environment in Datadog, or null for no dashboard and monitors."
+  description = "The environment in Datadog, or null for no dashboard, monitors and objective."
   type        = string
   default     = null
 }

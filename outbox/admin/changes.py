@@ -16,15 +16,16 @@ import logging
 import math
 import time
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, operator_sql
-from outbox.admin.operations import UNNAMED, Author, Operation, Progress
+from outbox.admin.operations import NEWCOMER, UNNAMED, Author, Operation, Progress
 from outbox.admin.selections import (
     ANY_UNSENT,
     Chunk,
@@ -36,56 +37,41 @@ from outbox.admin.selections import (
     previewed,
 )
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.base.values import json_texts, topic_name
+from outbox.base.values import topic_name
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
 from outbox.program.terminal import escaped
 from outbox.registration import TABLE
-from outbox.table import ddl
 from outbox.table.controls import NO_CONTROLS
-from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
-from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, MARKS_FINAL_AFTER
+from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
+from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER, NEVER
 
-#: Max tasks in one transaction that moves them to another table: each needs some 40 mutations. Max bytes of their
-#: messages, or of messages that are published in one chunk: a commit may have 100 MB.
-MOVED, CHUNK_BYTES = 200, 8_000_000
+#: Max bytes of the messages that a resend publishes in one chunk.
+CHUNK_BYTES = 8_000_000
 #: Max tasks of one resend, because each page sorts those of a shard. The replay job has no limit.
 MAX_RESENT = 1_000_000
 #: The state that a selection by `ids` has for each change, if it names none.
 OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent", "restore": CANCELLED}
-#: As the state of an unchanged task: it matches now, but did not at the preview.
-NEWCOMER = "newcomer"
 #: Why a sent task of the given IDs is not published.
 EXCLUDED = "excluded by the flags, or sent again since"
 _log = logging.getLogger("outbox")
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
-#: The columns that the table of tasks and that of cancelled ones have, without computed ones.
-COLUMNS = tuple(name for name, text in ddl.columns().items() if " AS (" not in text and name != "SentAt")
-#: What moves a task to the other table, and what puts it back.
-TO_MOVE = operator_sql.rows_by_ids(", ".join(COLUMNS), lock=True)
-KEPT = operator_sql.rows_by_ids(f"{', '.join(COLUMNS)}, OperationId, CURRENT_TIMESTAMP()", cancelled=True, lock=True)
-#: What tells whether the head of a deferred task still waits.
-HEAD = ("Id", "Topic", "OrderingKey", "SentAt", "AvailableAt", "ExpiresAt")
-#: The columns of a task that is restored as sent, because subscribers have its message: those of a mark.
-_AS_SENT: Mapping[str, Any] = {
-    "SentAt": COMMIT_TIMESTAMP, "AvailableAt": None, "DueAt": None, "BlockedBy": None, "ExpiresAt": None, "Attempts": 0,
-    "LastError": None,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of one chunk: IDs that were changed, and states of tasks that were not changed, or `missing`.
 
-    `heads` are the IDs of the key heads that block unchanged tasks.
+    `heads` are the IDs of the key heads that block unchanged tasks. The last outcome has the number of `left` tasks:
+    those that the preview counted and that no chunk has read, because they did not match any more.
     """
 
-    changed: tuple[str, ...]
-    unchanged: Mapping[str, str]
+    changed: tuple[str, ...] = ()
+    unchanged: Mapping[str, str] = dataclasses.field(default_factory=dict)
     heads: frozenset[str] = frozenset()
+    left: int = 0
 
 
 class Message(NamedTuple):
@@ -119,11 +105,11 @@ def change(
 ) -> Iterator[Outcome]:
     """Record a change of the selected tasks, and execute it chunk by chunk.
 
-    A retry makes them due now, with 0 failed attempts. A purge deletes them. A cancel moves them to another table, also
-    releases the next tasks of their keys, and logs the IDs. A restore moves them back. Each transaction waits at most
-    20 s for the batches that hold its tasks. A resend publishes them. `id` is the ID of the operation, by default a new
-    one. Raises OutboxError if the change is not for these tasks, or if Spanner no longer keeps the versions of the
-    selection's `as_of`.
+    A retry makes them due now, with 0 failed attempts. A purge deletes them. A cancel takes them out, also releases the
+    next tasks of their keys, and logs the IDs. A restore makes them unsent again, as they were. Each transaction waits
+    at most 20 s for the batches that hold its tasks. A resend publishes them. `id` is the ID of the operation, by
+    default a new one. Raises OutboxError if the change is not for these tasks, or if Spanner no longer keeps the
+    versions of the selection's `as_of`.
     """
     id = id or operations.new_id()
     selection, _ = begin(table, name, selection, author, id=id, selected=selected)
@@ -141,7 +127,7 @@ def begin(
     check(name, selection)
     selection = previewed(table, selection)
     if name in ("restore", "resend"):
-        selection = in_order_of_keys(table, selection, cancelled=name == "restore")
+        selection = in_order_of_keys(table, selection)
     if name == "resend" and selected > MAX_RESENT:
         raise OutboxError(
             f"{selected:,} tasks are more than {MAX_RESENT:,}. Pass a shorter time, or use `outbox-pipeline replay "
@@ -229,8 +215,7 @@ def _destinations(table: TaskTable, selection: TaskSelection) -> set[str]:
     """Return the full names of the Pub/Sub topics that workers publish the selected tasks to."""
     controls, of_tasks = table.controls(), {selection.topic}
     if selection.ids is not None:
-        places = operator_sql.places(cancelled=False)
-        rows = table.query(places, "outbox-resend", {"ids": [*selection.ids]}, seconds=SCAN_SECONDS)
+        rows = table.query(operator_sql.PLACES, "outbox-resend", {"ids": [*selection.ids]}, seconds=SCAN_SECONDS)
         of_tasks = {topic for _, topic, *_ in rows}
     routes = {controls.get(topic or "", NO_CONTROLS).publish_to for topic in of_tasks}
     return {topic_name(topic, table.project) for topic in of_tasks | routes if topic}
@@ -243,77 +228,43 @@ def _make_due(transaction: Transaction, rows: Sequence[Row], _operation: str) ->
 
 
 def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    of_table = CANCELLED_TABLE if rows[0].state == CANCELLED else TABLE
-    transaction.delete(of_table, KeySet(keys=[[row.id] for row in rows]))
-
-
-def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
-    """Move rows to the table of cancelled tasks. Release the next task of each key of which a row was not blocked.
-
-    Behind deleted rows that were all blocked, the task that blocks the key is still there. A release would be for
-    nothing, and would take the next task out of a selection of blocked tasks before its chunk.
-    """
-    keys = {(row.topic, row.ordering_key) for row in rows if row.ordering_key and row.state != "blocked"}
-    if ids := [row.id for row in rows if (row.topic, row.ordering_key) in keys]:
-        heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
-        transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
-    found = transaction.query(TO_MOVE, {"ids": [row.id for row in rows]})
-    moved = [(*values, operation, COMMIT_TIMESTAMP) for values in found]
-    transaction.insert_or_update(CANCELLED_TABLE, (*COLUMNS, "OperationId", "CancelledAt"), moved)
     transaction.delete(TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _restore(transaction: Transaction, cancelled: Sequence[Row], _operation: str) -> None:
-    """Move cancelled tasks back. A task that a worker had published before the cancel is marked as sent.
+def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
+    """Take tasks out, and release the next task of each key of which a task was not blocked.
 
-    Not one that was sent before and then made unsent: the worker may have published it for the first time only.
+    Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
+    that a later chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks
+    that are taken out may have been the first one to end.
     """
-    rows = transaction.query(KEPT, {"ids": [row.id for row in cancelled]})
-    found = [dict(zip((*COLUMNS, "OperationId", "Now"), row, strict=True)) for row in rows]
-    published = _published(transaction, {values["OperationId"] for values in found})
-    heads = {values["Id"]: values for values in [*_heads(transaction, found), *found]}
-    restored = [
-        {**values, **_AS_SENT, "TimesSent": values["TimesSent"] + 1}
-        if values["Id"] in published[values["OperationId"]] and not values["TimesSent"]
-        else _restored(values, heads.get(values["BlockedBy"] or ""))
-        for values in found
-    ]
-    columns = (*COLUMNS, "SentAt")
-    transaction.insert(TABLE, columns, [[values.get(name) for name in columns] for values in restored])
-    transaction.delete(CANCELLED_TABLE, KeySet(keys=[[row.id] for row in cancelled]))
+    keys = {(row.topic, row.ordering_key) for row in rows if row.state != "blocked"}
+    with_key = [row for row in rows if row.ordering_key is not None]
+    if ids := [row.id for row in with_key if (row.topic, row.ordering_key) in keys]:
+        heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
+        transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for id, _ in heads])
+    if ids := [row.id for row in with_key if (row.topic, row.ordering_key) not in keys]:
+        _end_soon(transaction, transaction.query(NEXT_OF_KEYS, {"ids": ids}), rows[0].now)
+    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, COMMIT_TIMESTAMP, operation) for row in rows])
 
 
-def _heads(transaction: Transaction, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tasks behind which cancelled ones were deferred, and lock them."""
-    keys = [[id] for id in sorted({values["BlockedBy"] for values in found} - {None})]
-    rows = transaction.read(TABLE, HEAD, KeySet(keys=keys)) if keys else []
-    return [dict(zip(HEAD, row, strict=True)) for row in rows]
+def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
+    """Make cancelled tasks unsent, with all other columns as they were.
 
-
-def _restored(values: Mapping[str, Any], head: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the columns of a restored task, as they were.
-
-    A deferred task is released unless its head waits, in the table or among the tasks that are restored with it: the
-    next commit of the head, which releases tasks, may not know the task.
+    But a deferral ends soon, because the commit that ends it for the other tasks of the key may have been before.
     """
-    now, available_at = values["Now"], values["AvailableAt"]
-    if values["BlockedBy"] is None or available_at is None or available_at <= now or _waits(head, values, now):
-        return values
-    return {**values, "AvailableAt": None, "BlockedBy": None}
+    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, None, None) for row in rows])
+    _end_soon(transaction, [(row.id, row.available_at) for row in rows if row.blocked_by], rows[0].now)
 
 
-def _waits(head: Mapping[str, Any] | None, values: Mapping[str, Any], now: datetime) -> bool:
-    if head is None or any(head[name] != values[name] for name in ("Topic", "OrderingKey")):
-        return False
-    is_later = head.get("SentAt") is None and head["AvailableAt"] is not None and head["AvailableAt"] > now
-    return is_later and (head["ExpiresAt"] is None or head["ExpiresAt"] > now)
+def _end_soon(transaction: Transaction, deferred: Iterable[Sequence[Any]], now: datetime) -> None:
+    """Let the deferrals of these tasks end within KEY_CHECK_SECONDS. A worker then reads their keys.
 
-
-def _published(transaction: Transaction, operations: Collection[str]) -> dict[str, Mapping[str, str]]:
-    """Return the tasks that workers had published before each operation cancelled them, with their message IDs."""
-    keys = KeySet(keys=[[id] for id in sorted(operations)])
-    found = dict(map(tuple, transaction.read(OPERATIONS, ("OperationId", "Published"), keys)))
-    return {id: json_texts(found.get(id)) for id in operations}
+    `deferred` has the ID of each task and the end of its deferral. A dead task stays dead.
+    """
+    soon = now + timedelta(seconds=KEY_CHECK_SECONDS)
+    earlier = [(id, soon) for id, ends in deferred if ends is not None and soon < ends < NEVER]
+    transaction.update(TABLE, ("Id", "AvailableAt"), earlier)
 
 
 _WRITES: Mapping[str, Callable[[Transaction, Sequence[Row], str], None]] = {
@@ -334,58 +285,58 @@ class _Change:
         """Execute the chunks that follow `progress`."""
         tag = f"outbox-{self.name}"
         publish = _publisher(self.table, self.selection) if self.name == "resend" else None
-        most, max_bytes = {
-            "resend": (self.selection.rate, CHUNK_BYTES), **dict.fromkeys(("cancel", "restore"), (MOVED, CHUNK_BYTES)),
-        }.get(self.name, (None, math.inf))  # fmt: skip
-        selected = chunks(self.table, self.selection, progress.position, most=most, max_bytes=max_bytes)
+        limits = (self.selection.rate, CHUNK_BYTES) if publish else (None, math.inf)
+        selected = chunks(self.table, self.selection, progress.position, most=limits[0], max_bytes=limits[1])
         for chunk in _paced(selected, self.selection.rate):
             if publish:
                 self.table.transact(tag, progress.check)
                 outcome = publish(chunk.ids)
-                record = functools.partial(_recorded, progress, len(outcome.changed), chunk.position)
+                record = functools.partial(_recorded, progress, outcome, chunk.position)
                 progress = self.table.transact(tag, record)
             else:
                 outcome, progress = self.table.transact(tag, functools.partial(self._execute, chunk, progress))
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
-        self.table.transact(tag, progress.finish)
+        left = self.table.transact(tag, functools.partial(progress.finish, counts_left=self.selection.ids is None))
+        if left:
+            yield Outcome(left=left)
 
     def _execute(self, chunk: Chunk, progress: Progress, transaction: Transaction) -> tuple[Outcome, Progress]:
-        progress.check(transaction)
+        # The tasks come first. A transaction that has locked something before is older than the claims of workers, and
+        # would abort batches that may have published.
+        statement = operator_sql.by_ids(self.selection.condition, lock=True)
         ids = sorted(chunk.ids)  # so that two commands lock the rows in the same order
-        is_cancelled = self.selection.state == CANCELLED
-        statement = operator_sql.by_ids(self.selection.condition, cancelled=is_cancelled, lock=True)
         found = transaction.query(statement, self.selection.values | {"ids": ids})
-        keys = KeySet(keys=[[id] for id in ids])
-        exists = {id for (id,) in transaction.read(TABLE, ("Id",), keys)} if self.name == "restore" else set[str]()
-        rows = [_examined(Row(*row), chunk.seen, exists) for row in found]
-        matching = [row for row in rows if row.matches]
-        if matching:
+        rows = [_examined(self.name, Row(*row), chunk.seen) for row in found]
+        if matching := [row for row in rows if row.matches]:
             _WRITES[self.name](transaction, matching, progress.id)
-        return _outcome(chunk.ids, rows, exists), progress.move(transaction, len(matching), chunk.position)
+        outcome = _outcome(chunk.ids, rows)
+        return outcome, _recorded(progress, outcome, chunk.position, transaction)
 
 
-def _recorded(progress: Progress, tasks: int, position: str, transaction: Transaction) -> Progress:
+def _recorded(progress: Progress, outcome: Outcome, position: str, transaction: Transaction) -> Progress:
     progress.check(transaction)
-    return progress.move(transaction, tasks, position)
+    unchanged = Counter(outcome.unchanged.values())
+    return progress.move(transaction, len(outcome.changed), unchanged, position)
 
 
-def _examined(row: Row, seen: Collection[str], exists: Collection[str]) -> Row:
-    """Return a row that does not match if its ID exists again, or unless it matched at the preview, too."""
-    if row.id in exists:
-        return row._replace(matches=False, state="exists")
+def _examined(name: str, row: Row, seen: Collection[str]) -> Row:
+    """Return a row that does not match unless it matched at the preview, too, and the change is for it.
+
+    A cancelled task that another program has made unsent can be restored, or cancelled again. No worker would send it.
+    """
+    if name in ("retry", "purge") and row.state == operator_sql.MADE_UNSENT:
+        return row._replace(matches=False)
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
 
-def _outcome(ids: Sequence[str], rows: Sequence[Row], exists: Collection[str]) -> Outcome:
+def _outcome(ids: Sequence[str], rows: Sequence[Row]) -> Outcome:
     unchanged = [row for row in rows if not row.matches]
     found = {row.id for row in rows}
-    absent = [id for id in ids if id not in found]
     return Outcome(
         changed=tuple(row.id for row in rows if row.matches),
-        unchanged={row.id: row.state for row in unchanged}
-        | {id: "not_cancelled" if id in exists else "missing" for id in absent},
+        unchanged={row.id: row.state for row in unchanged} | {id: "missing" for id in ids if id not in found},
         heads=frozenset(row.blocked_by for row in unchanged if row.state == "blocked" and row.blocked_by),
     )
 

@@ -40,7 +40,7 @@ MAX_SUGGESTION_TOPICS = 100
 
 NARROWING = {
     "--topic": "Only tasks with this value in the Topic column",
-    "--since": "Only tasks at or after this time: SentAt of sent tasks, CancelledAt, or CreatedAt of unsent tasks",
+    "--since": "Only tasks at or after this time: SentAt of sent or cancelled tasks, CreatedAt of unsent tasks",
     "--until": "Only tasks before this time",
     "--error": "Only tasks whose LastError contains this text, ignoring case",
 }

@@ -6,9 +6,9 @@ first `read` also reads versions of the rows that Spanner still keeps. Any progr
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from outbox.admin.backlog import Backlog, Line
@@ -22,6 +22,9 @@ MINUTES = 60
 OLDEST, STEP = timedelta(minutes=55), timedelta(minutes=5)
 #: Max topics of one sample.
 TOPICS = 50
+#: Minutes until a count is whole everywhere, and those between two values that belong together: workers count a large
+#: backlog every few minutes. A value that is older says nothing about now.
+WHOLE, JOINED = 2, 5
 #: A value for each minute, the current one last. None is a gap: nothing has counted it, or it is not complete yet.
 Values: TypeAlias = Sequence[float | None]
 _NONE: Values = (None,) * MINUTES
@@ -119,7 +122,7 @@ class History:
 
     def registered(self, topic: str | None = None) -> Values:
         """Return about how many tasks were registered: the published ones, and by how many the unsent ones grew."""
-        unsent = [each.unsent for each in self._samples(topic)]
+        unsent = joined([each.unsent for each in self._samples(topic)])
         rows = zip(self.published(topic), [None, *unsent[:-1]], unsent, strict=True)
         found = [
             None if sent is None or before is None or after is None else sent + after - before
@@ -235,6 +238,23 @@ def _quantiles(rows: Iterable[tuple[float | None, float | None, float | None]]) 
         for part in (0.5, 0.95)
     )
     return low, high
+
+
+def joined(values: Values) -> Values:
+    """Return values that are counted less often than every minute, with a straight line between two of them."""
+    found, known = [*values], [(place, each) for place, each in enumerate(values) if each is not None]
+    for (begin, first), (end, last) in pairwise(known):
+        if end - begin <= JOINED:
+            found[begin:end] = [first + (last - first) * n / (end - begin) for n in range(end - begin)]
+    return found
+
+
+def latest(values: Values, text: Callable[[float], str]) -> str:
+    """Return the last value as a text, with its age if there should be a newer one, or a dash if it is too old."""
+    for age, value in enumerate(values[: -JOINED - 2 : -1]):
+        if value is not None:
+            return text(value) + (f" ({age}m ago)" if age > WHOLE else "")
+    return "\N{EN DASH}"
 
 
 def _minute(time: datetime) -> int:

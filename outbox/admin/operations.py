@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ COMPARED = 1_000
 INTERRUPTED_AFTER = timedelta(minutes=1)
 #: The operations that are executed in chunks, so that any process can continue them.
 IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
+#: As the reason of an unchanged task: the preview counted it, and it did not match any more when the change began.
+LEFT = "changed since the preview"
+#: The same: it matches now, but did not at the preview.
+NEWCOMER = "newcomer"
 _TAG = "outbox-operations"
 
 
@@ -44,8 +49,8 @@ UNNAMED = Author()
 class Operation(NamedTuple):
     """A row. `finished_at` is None while the change runs, or if it ended early. `selection` is JSON.
 
-    `selected` is the number of tasks that a dry run counted. `seen_at` is the time of the last chunk. `published` has,
-    as JSON, the tasks that workers had published before the operation cancelled them, with their message IDs.
+    `selected` is the number of tasks that a dry run counted. `seen_at` is the time of the last chunk. `position` has,
+    as JSON, where the next chunk begins, and how many tasks are unchanged.
     """
 
     id: str
@@ -59,7 +64,12 @@ class Operation(NamedTuple):
     selected: int | None
     seen_at: datetime | None
     stopped_at: datetime | None
-    published: str | None = None
+    position: str | None = None
+
+    @property
+    def unchanged(self) -> dict[str, int]:
+        """Return how many tasks of the preview are not changed, by reason."""
+        return _unchanged(self.position)
 
     @property
     def has_ended(self) -> bool:
@@ -87,6 +97,14 @@ def new_id() -> str:
     return str(uuid.UUID(f"{digits[0]}{left[:11]}{digits[12]}{left[11:]}{digits[16:]}"))
 
 
+def _unchanged(position: str | None) -> dict[str, int]:
+    """Return the numbers of unchanged tasks by reason. Any program may write the column."""
+    found = parsed(position or "{}")
+    numbers = found.get("unchanged") if isinstance(found, dict) else None
+    numbers = numbers if isinstance(numbers, dict) else {}
+    return {reason: number for reason, number in numbers.items() if isinstance(number, int)}
+
+
 class NotContinued(OutboxError):
     """The operation was finished, stopped by a person, or continued by another process."""
 
@@ -97,6 +115,7 @@ class Progress:
 
     id: str
     tasks: int = 0
+    #: A JSON object: the position of `selections.chunks`, and in `unchanged` the numbers of unchanged tasks by reason.
     position: str | None = None
 
     def check(self, transaction: Transaction) -> None:
@@ -110,16 +129,30 @@ class Progress:
                 f"operation {self.id} was stopped, finished, or continued by another process. See `outbox operations`"
             )
 
-    def move(self, transaction: Transaction, tasks: int, position: str) -> "Progress":
+    def move(
+        self, transaction: Transaction, tasks: int, unchanged: Mapping[str, int], position: str | None
+    ) -> "Progress":
         """Record a chunk that has changed so many tasks, and where the next one begins. `check` comes before it."""
-        after = Progress(self.id, self.tasks + tasks, position)
-        update(transaction, self.id, Tasks=after.tasks, Position=position, SeenAt=COMMIT_TIMESTAMP)
+        numbers = Counter(_unchanged(self.position)) + Counter(unchanged)
+        texts: dict[str, Any] = json.loads(position or "{}") | ({"unchanged": numbers} if numbers else {})
+        after = Progress(self.id, self.tasks + tasks, json.dumps(texts))
+        update(transaction, self.id, Tasks=after.tasks, Position=after.position, SeenAt=COMMIT_TIMESTAMP)
         return after
 
-    def finish(self, transaction: Transaction) -> None:
-        """Set FinishedAt of the row. Raises NotContinued."""
+    def finish(self, transaction: Transaction, *, counts_left: bool) -> int:
+        """Set FinishedAt of the row. Raises NotContinued.
+
+        With `counts_left`, return and record the number of tasks that the preview counted and that no chunk has read,
+        because they did not match any more.
+        """
         self.check(transaction)
+        [[selected]] = transaction.read(OPERATIONS, ("Selected",), KeySet(keys=[[self.id]]))
+        known = {reason: number for reason, number in _unchanged(self.position).items() if reason != NEWCOMER}
+        left = (selected or 0) - self.tasks - sum(known.values()) if counts_left else 0
+        if left > 0:
+            self.move(transaction, 0, {LEFT: left}, self.position)
         update(transaction, self.id, FinishedAt=COMMIT_TIMESTAMP)
+        return max(0, left)
 
 
 def latest(

@@ -16,6 +16,7 @@ from outbox.table.shared_sql import (
     IN_ORDER_ORDER,
     OF_TOPIC,
     SEEK,
+    TO_RESTORE,
     TO_SEND,
     TO_SEND_ORDER,
     at_now,
@@ -59,7 +60,7 @@ SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
 _OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
 _OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected,
-  SeenAt, StoppedAt, Published"""
+  SeenAt, StoppedAt, Position"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
 PROGRESS = f"SELECT Tasks, Position FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
@@ -151,17 +152,23 @@ COUNT_LATER = counted(
     due="IF(BlockedBy IS NULL, AvailableAt, NULL)",
 )
 COUNT_DEAD = counted(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
-COUNT_SENT = counted(f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE}", "'sent_last_minute'")
+COUNT_SENT = counted(f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE} AND CancelledBy IS NULL", "'sent_last_minute'")
 #: The workers, with what they say about themselves. A worker of an older version has no Info.
 WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
+
+
+#: The states of tasks that are in the order of SentAt, and in no range of a topic.
+ENDED = ("sent", CANCELLED)
+#: The state of a cancelled task whose SentAt another program has set to NULL. No worker publishes it.
+MADE_UNSENT = "cancelled_and_made_unsent"
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:
     """Return the conditions in `names`, which are names of parameters, or `unexpired`. Each begins with AND.
 
-    `since` and `until` are compared with SentAt of sent tasks, and with CreatedAt of others.
+    `since` and `until` are compared with SentAt of sent and cancelled tasks, and with CreatedAt of others.
     """
-    time = {"sent": "SentAt", None: "COALESCE(SentAt, CreatedAt)"}.get(state, "CreatedAt")
+    time = "SentAt" if state in ENDED else "CreatedAt" if state else "COALESCE(SentAt, CreatedAt)"
     conditions = {
         "topic": "Topic = @topic",
         "since": f"{time} >= @since",
@@ -169,56 +176,33 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
         "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
         "ordering_key": "OrderingKey = @ordering_key AND OrderingKey IS NOT NULL",
         "id_prefix": "STARTS_WITH(Id, @id_prefix)",
-        "operation": "OperationId = @operation",
+        "operation": "CancelledBy = @operation",
         "unexpired": f"NOT {_IS_EXPIRED}",
     }
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
 
 
-def _index(names: Collection[str]) -> tuple[str, str]:
-    """Return the index to read for these conditions, and its key: the tasks of an ordering key are in one of their own.
+def _index(names: Collection[str], state: str = "") -> tuple[str, str]:
+    """Return the index to read for these conditions, and its key.
 
-    All other conditions but the topic and the state are compared with each row of a range.
+    The tasks of an ordering key and cancelled tasks are in indexes of their own. All other conditions but the topic and
+    the state are compared with each row of a range.
     """
-    return (IN_ORDER, IN_ORDER_ORDER) if "ordering_key" in names else (TO_SEND, TO_SEND_ORDER)
+    if "ordering_key" in names:
+        return IN_ORDER, IN_ORDER_ORDER
+    return (TO_RESTORE, "Shard, SentAt") if state == CANCELLED else (TO_SEND, TO_SEND_ORDER)
 
 
-def _number(rows: str, names: Collection[str]) -> str:
-    """Return the statement that counts `rows`. It reads only columns that both indexes have."""
-    return counted(rows, index=_index(names)[0], priority="0", registered="FALSE")
-
-
-#: The states of tasks that are in the order of a time, and in no range of a topic.
-ENDED = ("sent", CANCELLED)
-#: The number of shards of cancelled tasks.
-CANCELLED_SHARDS = 10
-_CANCELLED_BY_ID = "AsynchronousTasksCancelled@{FORCE_INDEX=_BASE_TABLE}"
-CANCELLED_INDEX = "AsynchronousTasksCancelledByTime"
-_CANCELLED_BY_TIME = f"AsynchronousTasksCancelled@{{FORCE_INDEX={CANCELLED_INDEX}}}"
-
-
-def of_state(state: str, statement: str) -> str:
-    """Return a statement about sent tasks, or about cancelled ones: their index has the same form, by CancelledAt."""
-    if state != CANCELLED:
-        return statement
-    for sent, cancelled in (
-        (BY_ID, _CANCELLED_BY_ID),
-        (TO_SEND, _CANCELLED_BY_TIME),
-        (IN_ORDER, _CANCELLED_BY_TIME),
-        (TO_SEND_ORDER, "Shard, SentAt"),
-        ("@shards", f"GENERATE_ARRAY(0, {CANCELLED_SHARDS - 1})"),
-        ("'sent'", f"'{CANCELLED}'"),
-        ("SentAt", "CancelledAt"),
-    ):
-        statement = statement.replace(sent, cancelled)
-    return re.sub(r"\bShard\b", "CancelledShard", statement)
+def _number(rows: str, index: str) -> str:
+    """Return the statement that counts `rows`. It reads only columns that each index has."""
+    return counted(rows, index=index, priority="0", registered="FALSE")
 
 
 def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the ranges that hold the narrowed tasks of a state: what to repeat each one for, and its condition."""
-    narrowing = narrowed("sent" if state in ENDED else state, names)
+    narrowing = narrowed(state, names)
     if state in ENDED:
-        return [("UNNEST(@shards) AS in_shard", f"Shard = in_shard AND SentAt IS NOT NULL{narrowing}")]
+        return [("UNNEST(@shards) AS in_shard", f"Shard = in_shard AND {CONDITIONS[state]}{narrowing}")]
     return [(EACH_TOPIC, f"{OF_TOPIC} AND {range_}{narrowing}") for range_ in _RANGES[state]]
 
 
@@ -285,15 +269,19 @@ SELECT in_state, {columns} FROM (
 {SEEK} {BY_ID} ON Id = found""")
 
 
-def listed_sent(columns: str, names: Collection[str], *, newest: bool) -> str:
-    """Return the statement for state and `columns` of the next @limit sent tasks by SentAt, CreatedAt and Id."""
+def listed_ended(ended: str, columns: str, names: Collection[str], *, newest: bool) -> str:
+    """Return the statement for state and `columns` of the next @limit sent, or cancelled, tasks in the order of SentAt.
+
+    Tasks with the same SentAt are in the order of CreatedAt and Id.
+    """
     place = _listed("SentAt")
     order = ", ".join(f"{name} DESC" if newest else name for name in place.values())
-    [(places, where)] = _ranges_of("sent", names)
+    [(places, where)] = _ranges_of(ended, names)
     return f"""
-SELECT 'sent', {columns} FROM (
+SELECT '{ended}', {columns} FROM (
   SELECT task.Id AS found FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names)[0]} WHERE {where} AND {_beyond(place, newest=newest)}
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names, ended)[0]}
+    WHERE {where} AND {_beyond(place, newest=newest)}
     ORDER BY {order} LIMIT @limit)) AS task
   ORDER BY {order} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found"""
@@ -302,14 +290,16 @@ SELECT 'sent', {columns} FROM (
 def compared(states: Collection[str], names: Collection[str]) -> list[str]:
     """Return the statements that count the tasks that `listed_unsent` compares."""
     rows = dict.fromkeys(rows for state in states for rows, _ in _compared(state, names))
-    return [_number(each, names) for each in rows]
+    return [_number(each, _index(names)[0]) for each in rows]
 
 
-#: When the first task was sent, for each shard that has a sent task.
-FIRST_SENT = f"""
+def first_ended(ended: str) -> str:
+    """Return the statement for when the first task was sent, or cancelled, for each shard that has such a task."""
+    index, key = _index((), ended)
+    return f"""
 SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
-  SELECT AS STRUCT SentAt FROM {TO_SEND} WHERE Shard = in_shard AND SentAt IS NOT NULL
-  ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS task"""
+  SELECT AS STRUCT SentAt FROM {index} WHERE Shard = in_shard AND {CONDITIONS[ended]}
+  ORDER BY {key} LIMIT 1)) AS task"""
 
 
 def counts_of_state(state: str, names: Collection[str]) -> list[str]:
@@ -318,7 +308,7 @@ def counts_of_state(state: str, names: Collection[str]) -> list[str]:
     With one @now, the counts of several selections add up, however long they take.
     """
     # Without ORDER BY, because a count needs no order and sorting costs time.
-    return [of_state(state, _number(where, names)) for _, where in _ranges_of(state, names)]
+    return [_number(where, _index(names, state)[0]) for _, where in _ranges_of(state, names)]
 
 
 def blocked_heads(columns: str) -> str:
@@ -341,15 +331,12 @@ def grouped(state: str, names: Collection[str]) -> str:
         f"""
   SELECT part.of_task, part.pattern, part.error FROM {places}, UNNEST(ARRAY(
     SELECT AS STRUCT Topic AS of_task, {_ERROR_GROUP} AS pattern, {_ERROR} AS error
-    FROM {_index(names)[0]} WHERE {where})) AS part"""
+    FROM {_index(names, state)[0]} WHERE {where})) AS part"""
         for places, where in _ranges_of(state, names)
     )
-    return of_state(
-        state,
-        at_now(f"""
+    return at_now(f"""
 SELECT of_task, MIN(error), COUNT(*) AS number FROM ({groups})
-GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit"""),
-    )
+GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit""")
 
 
 _SEQUENCE = f"COALESCE(Sequence, {NO_SEQUENCE})"
@@ -370,12 +357,11 @@ def next_ids(state: str, names: Collection[str], *, by_key: bool = False) -> str
 
     A row has Bytes and its place in the `order`, Id last. Each page begins after the place of the last row before it.
     """
-    if state == CANCELLED:
-        return of_state(CANCELLED, next_ids("sent", names, by_key=True))
-    place, index = order(state, by_key=by_key), _index(names)[0]
+    place, index = order(state, by_key=by_key), _index(names, state)[0]
     columns = ", ".join(place.values())
-    if state == "sent":
-        rows = f"{index} WHERE Shard = @shard AND SentAt {'IS NOT NULL' if by_key else '>= @after'}"
+    if state in ENDED:
+        after = "" if "after" not in place else " AND SentAt >= @after"
+        rows = f"{index} WHERE Shard = @shard AND {CONDITIONS[state]}{after}"
     else:
         range_ = " OR ".join(RANGES[state])
         rows = f"""UNNEST(@topics) AS of_topic
@@ -404,70 +390,55 @@ def sent_after(names: Collection[str]) -> str:
 SELECT {", ".join(SENT_COLUMNS)} FROM (
   SELECT task.Id AS found FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
     SELECT AS STRUCT SentAt, Id FROM {TO_SEND}
-    WHERE Shard = in_shard AND SentAt >= @after{narrowed("sent", names)}
+    WHERE Shard = in_shard AND SentAt >= @after AND CancelledBy IS NULL{narrowed("sent", names)}
     ORDER BY {TO_SEND_ORDER} LIMIT @limit)) AS task
   ORDER BY SentAt LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found"""
 
 
-def rows_by_ids(columns: str, *, cancelled: bool = False, lock: bool = False) -> str:
-    """Return the statement for `columns` of the tasks @ids, or of cancelled ones, with exclusive locks if `lock`."""
-    statement = of_ids(columns, lock=lock)
-    return statement.replace(f"{BY_ID} AS task", f"{_CANCELLED_BY_ID} AS task") if cancelled else statement
-
-
-def by_ids(condition: str, *, cancelled: bool = False, lock: bool = False) -> str:
+def by_ids(condition: str, *, lock: bool = False) -> str:
     """Return the statement that reads tasks by @ids, at @now. With `lock`, it reads them now, and locks them.
 
     A condition with HELD also makes a seek for the head of each deferred task.
 
-    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed. The last column but one is
-    the start of the age of a task that keeps its age when it is retried: one that the workers have not given up.
+    Further states here are MADE_UNSENT and `expired`: neither blocked nor pending, and ExpiresAt has passed. The column
+    before the last two is the start of the age of a task that keeps its age when it is retried: one that the workers
+    have not given up.
     """
-    state, due_at = f"'{CANCELLED}'", "NULL"
-    if not cancelled:
-        state = f"""CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]})
-    THEN 'expired' ELSE {STATE_SQL} END"""
-        due_at = f"IF({CONDITIONS['retrying']} OR {CONDITIONS['blocked']}, {FIRST_DUE_SQL}, NULL)"
-    columns = f"""Id, Topic, OrderingKey, {state},
+    columns = f"""Id, Topic, OrderingKey, CASE WHEN SentAt IS NULL AND CancelledBy IS NOT NULL THEN '{MADE_UNSENT}'
+    WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]})
+    THEN 'expired' ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
-  {_ERROR}, {due_at}, Bytes"""
-    statement = rows_by_ids(columns, cancelled=cancelled, lock=lock)
+  {_ERROR}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL), AvailableAt, Bytes"""
+    statement = of_ids(columns, lock=lock)
     return statement if lock else at_now(statement)
 
 
-def places(*, cancelled: bool) -> str:
-    """Return the statement for the topics of the tasks @ids, or of cancelled ones, and their places by ordering key."""
-    return rows_by_ids(f"Id, Topic, CreatedAt, {_SEQUENCE}", cancelled=cancelled)
+#: The topics of the tasks @ids, and their places by ordering key.
+PLACES = of_ids(f"Id, Topic, CreatedAt, {_SEQUENCE}")
 
 
-#: How many of the cancelled tasks @ids have an ID that exists again, and how many of the others would follow a later
-#: task of their key that was sent since. @shard_count is that of the table.
-REFUSED_AND_OVERTAKEN = f"""
-SELECT COUNTIF(is_there), COUNTIF(NOT is_there AND is_overtaken) FROM (
-  SELECT EXISTS (SELECT 1 FROM {BY_ID} AS existing WHERE existing.Id = task.Id) AS is_there,
-    task.OrderingKey IS NOT NULL AND EXISTS (
-      SELECT 1 FROM {IN_ORDER} AS later
-      WHERE later.Shard = ABS(MOD(FARM_FINGERPRINT(task.OrderingKey), @shard_count))
-        AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL AND later.Topic = task.Topic
-        AND later.SentAt >= task.CancelledAt
-        AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
-          AND COALESCE(later.Sequence, {NO_SEQUENCE}) > COALESCE(task.Sequence, {NO_SEQUENCE}))) AS is_overtaken
-  FROM UNNEST(@ids) AS wanted {SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted)"""
+#: How many of the cancelled tasks @ids would follow a later task of their key that was sent since.
+OVERTAKEN = f"""
+SELECT COUNTIF(task.OrderingKey IS NOT NULL AND EXISTS (
+    SELECT 1 FROM {IN_ORDER} AS later
+    WHERE later.Shard = task.Shard AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL
+      AND later.Topic = task.Topic AND later.SentAt >= task.SentAt AND later.CancelledBy IS NULL
+      AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
+        AND COALESCE(later.Sequence, {NO_SEQUENCE}) > COALESCE(task.Sequence, {NO_SEQUENCE}))))
+FROM UNNEST(@ids) AS wanted {SEEK} {BY_ID} AS task ON task.Id = wanted"""
 
 
 #: The ID and SentAt of tasks, with exclusive locks.
 LOCK_SENT_AT = of_ids("Id, SentAt", lock=True)
 
-_BEGINS = "Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF')"
-# The first tasks whose ID begins with each of @ids, and the first cancelled ones.
+#: The first tasks whose ID begins with each of @ids.
 BEGINNING_WITH = f"""
-SELECT prefix, found FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY_CONCAT(
-  ARRAY(SELECT Id FROM {BY_ID} WHERE {_BEGINS} ORDER BY Id LIMIT @limit),
-  ARRAY(SELECT Id FROM {_CANCELLED_BY_ID} WHERE {_BEGINS} ORDER BY Id LIMIT @limit))) AS found"""
+SELECT prefix, found FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
+  SELECT Id FROM {BY_ID} WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF')
+  ORDER BY Id LIMIT @limit)) AS found"""
 
 
-def task(columns: str, *, cancelled: bool = False) -> str:
-    """Return the statement for the `columns` and the state of the task @id, or of the cancelled one."""
-    state, rows = (f"'{CANCELLED}'", _CANCELLED_BY_ID) if cancelled else (STATE_SQL, BY_ID)
-    return f"SELECT CURRENT_TIMESTAMP(), {state}, {columns} FROM {rows} WHERE Id = @id"
+def task(columns: str) -> str:
+    """Return the statement for the `columns` and the state of the task @id."""
+    return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"

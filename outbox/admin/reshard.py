@@ -1,6 +1,6 @@
 """Change the number of shards of the table while workers run (docs/operations/upgrade.md).
 
-The command adds a new layout (a shard column and its two indexes) and waits until it contains all tasks. Workers poll
+The command adds a new layout (a shard column and its indexes) and waits until it contains all tasks. Workers poll
 both layouts, then only the new one, and the command drops the old one. At every moment all live workers poll a common
 layout, so no unsent task is in a shard that no worker polls. Each step is one commit or one schema update. The next
 step follows from what is in the database, so any run can continue.
@@ -231,7 +231,7 @@ class Resharding:
             raise OutboxError(
                 f"{self._table.name}: an index of {target.column} is missing or does not contain all tasks yet, and "
                 "workers poll no other layout. Run `outbox schema apply` to create a missing index. Then wait until "
-                "the state of both indexes is READ_WRITE."
+                "the state of all its indexes is READ_WRITE."
             )
         if former is None or next_step(snapshot, target) is None or (latest and latest.target == target.shards):
             return latest.operation.id if latest else None

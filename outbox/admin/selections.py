@@ -88,8 +88,8 @@ class TaskSelection:
     @property
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
-        if self.state == CANCELLED:
-            return "TRUE" + operator_sql.of_state(CANCELLED, operator_sql.narrowed("sent", self.names))
+        if self.state == CANCELLED:  # also if another program has made it unsent
+            return "CancelledBy IS NOT NULL" + operator_sql.narrowed(None, self.names)
         unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({operator_sql.HELD})"
         state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
         return state + operator_sql.narrowed(self.state, self.names)
@@ -121,6 +121,7 @@ class Row(NamedTuple):
     blocked_by: str | None
     error: str | None
     due_at: datetime | None
+    available_at: datetime | None
     bytes: int
 
 
@@ -129,7 +130,7 @@ class Preview:
     """What a change would do: the exact number of tasks, their largest groups, and the tasks that it cannot change.
 
     A group has a topic, the first line of one LastError, and a number. `refused` has numbers by state: `expired`,
-    `missing`, `exists`, or a state that the change is not for. Of a restore, `overtaken` tasks would follow later tasks
+    `missing`, or a state that the change is not for. Of a restore, `overtaken` tasks would follow later tasks
     of their keys, which were sent since.
     """
 
@@ -162,7 +163,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> backlog
         return backlog.Count(sum(row.matches for row in _rows_of_ids(table, selection, selection.ids)))
     # The ranges of sent and cancelled tasks have no topic.
     topics = (None,) if selection.state in operator_sql.ENDED else _topics(table, selection)
-    ranges, limit = backlog.ranges_of(_shards(table, selection), topics), backlog.NO_LIMIT if exact else None
+    ranges, limit = backlog.ranges_of(table.shards, topics), backlog.NO_LIMIT if exact else None
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
 
     def query(statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
@@ -179,14 +180,12 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Previ
     found = _preview_of_state(table, selection) if selection.ids is None else _preview_of_ids(table, selection)
     if name != "restore":
         return found
-    exists = overtaken = 0
+    overtaken = 0
     for chunk in chunks(table, selection):
-        values = {"ids": sorted(chunk.seen), "shard_count": table.layout.shards}
-        statement = operator_sql.REFUSED_AND_OVERTAKEN
-        [[there, later]] = table.query(statement, _COUNT, values, at=selection.as_of, seconds=SCAN_SECONDS)
-        exists, overtaken = exists + there, overtaken + later
-    refused = {**found.refused, **({"exists": exists} if exists else {})}
-    return dataclasses.replace(found, tasks=found.tasks - exists, refused=refused, overtaken=overtaken)
+        values = {"ids": sorted(chunk.seen)}
+        [[later]] = table.query(operator_sql.OVERTAKEN, _COUNT, values, at=selection.as_of, seconds=SCAN_SECONDS)
+        overtaken += later
+    return dataclasses.replace(found, overtaken=overtaken)
 
 
 def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
@@ -211,12 +210,11 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
     return Preview(len(matching), largest, +refused)
 
 
-def in_order_of_keys(table: TaskTable, selection: TaskSelection, *, cancelled: bool) -> TaskSelection:
+def in_order_of_keys(table: TaskTable, selection: TaskSelection) -> TaskSelection:
     """Return the selection with its IDs, if it has any, in the order of their ordering keys."""
     rows: list[list[Any]] = []
     for ids in chunked(selection.ids or (), PAGE):
-        statement = operator_sql.places(cancelled=cancelled)
-        rows += table.query(statement, _SELECT, {"ids": ids}, at=selection.as_of, seconds=SCAN_SECONDS)
+        rows += table.query(operator_sql.PLACES, _SELECT, {"ids": ids}, at=selection.as_of, seconds=SCAN_SECONDS)
     found = [id for id, *_ in sorted(rows, key=lambda row: (*row[2:], row[0]))]
     return dataclasses.replace(selection, ids=selection.ids and tuple(dict.fromkeys([*found, *selection.ids])))
 
@@ -240,12 +238,12 @@ def chunks(
         yield from _chunks_of_ids(table, selection, done, limits)
         return
     topics = [] if selection.state in operator_sql.ENDED else _topics(table, selection)
-    for shard in _shards(table, selection)[done:]:
+    for shard in table.shards[done:]:
         values = selection.values | {"topics": topics, "shard": shard, "limit": PAGE}
         for place, ids in _chunks_of_shard(table, selection, values, after, limits):
             yield Chunk(json.dumps({"column": column, "done": shard, "after": place}, default=shown), ids, {*ids})
         after = {}
-        if column == layout.column and table.layout != layout:
+        if table.layout != layout:
             # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
             raise LayoutChanged(f"{table.name}: the number of shards was changed. Start a new operation")
 
@@ -269,9 +267,7 @@ def next_chunk(table: TaskTable, selection: TaskSelection, position: str | None)
 
 def _shard_column(table: TaskTable, selection: TaskSelection) -> str | None:
     """Return the column by whose shards the tasks are selected. None: by their IDs."""
-    if selection.ids is not None:
-        return None
-    return "CancelledShard" if selection.state == CANCELLED else table.layout.column
+    return None if selection.ids is not None else table.layout.column
 
 
 def _chunks_of_ids(table: TaskTable, selection: TaskSelection, done: int, limits: tuple[int, float]) -> Iterator[Chunk]:
@@ -306,7 +302,7 @@ def _chunks_of_shard(
 
 def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[Row]:
     """Yield the existing rows of these IDs, as of the selection's `as_of`."""
-    statement = operator_sql.by_ids(selection.condition, cancelled=selection.state == CANCELLED)
+    statement = operator_sql.by_ids(selection.condition)
     for ids in chunked(wanted, CHUNK):
         values = selection.values | {"ids": ids, "now": selection.as_of}
         yield from (Row(*row) for row in table.query(statement, _COUNT, values, at=_read_at(selection)))
@@ -320,16 +316,12 @@ def _read_at(selection: TaskSelection) -> datetime | None:
     return None if selection.to else selection.as_of
 
 
-def _shards(table: TaskTable, selection: TaskSelection) -> Sequence[int]:
-    return range(operator_sql.CANCELLED_SHARDS) if selection.state == CANCELLED else table.shards
-
-
 def _topics(table: TaskTable, selection: TaskSelection) -> list[str]:
     """Return the topics of the index ranges to read."""
     return [selection.topic] if selection.topic is not None else table.topics(at=selection.as_of)
 
 
 def _state(selection: TaskSelection) -> str:
-    if selection.state not in (*STATES, CANCELLED):
+    if selection.state not in STATES:
         raise ValueError(f"a selection without ids needs a state, not {selection.state}")
     return selection.state

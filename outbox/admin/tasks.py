@@ -23,15 +23,13 @@ from outbox.errors import SettingError
 from outbox.message import parsed
 from outbox.program.terminal import escaped
 from outbox.table import ddl
-from outbox.table.states import CANCELLED, LONG_AGO, NEVER, UNSENT
+from outbox.table.states import LONG_AGO, NEVER, UNSENT
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt",
-    "Attempts", "LastError", "SentAt", "Bytes",
+    "Attempts", "LastError", "SentAt", "CancelledBy", "Bytes",
 )  # fmt: skip
 _ALL_COLUMNS = tuple(dict.fromkeys((*_COLUMNS, *ddl.columns())))
-#: Of a cancelled task, columns of its own stand for these, and it was not sent.
-_OF_CANCELLED = {"SentAt": "CancelledAt", "Shard": "OperationId"}
 
 #: Time windows that are searched for sent tasks, one after the other, before all sent tasks are read.
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
@@ -132,7 +130,7 @@ def find(
     limit: int = 100,
     attempts: bool = False,
 ) -> Page:
-    """Return the oldest, or newest, tasks of some states: by SentAt, CancelledAt, or CreatedAt of unsent tasks.
+    """Return the oldest, or newest, tasks of some states: by SentAt, or by CreatedAt of unsent tasks.
 
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
     keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`. With
@@ -146,7 +144,7 @@ def find(
     reader = _Reader(table, selection, position, newest, limit + 1, at, attempts)
     unsent = [state for state in UNSENT if state in states]
     tasks, whole = reader.unsent(unsent) if unsent else ([], True)
-    tasks += [task for state in ("sent", CANCELLED) if state in states for task in reader.sent(state)]
+    tasks += [task for state in operator_sql.ENDED if state in states for task in reader.ended(state)]
     if attempts:
         tasks = sorted(tasks, key=lambda task: (-task.columns["Attempts"], _place(task)))
         return Page(tasks[:limit], at, None, whole)
@@ -235,14 +233,11 @@ class _Reader:
         statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, **order)
         return self._tasks(statement, {"topics": topics, "ceiling": ceiling})
 
-    def sent(self, state: str = "sent") -> list[Task]:
+    def ended(self, state: str) -> list[Task]:
         """Search growing time windows, because there may be millions of sent, or cancelled, tasks."""
         tasks: list[Task] = []
         for window in self._windows(state):
-            columns = ", ".join((*_COLUMNS, *(["OperationId"] if state == CANCELLED else [])))
-            statement = operator_sql.of_state(
-                state, operator_sql.listed_sent(columns, window.names, newest=self.newest)
-            )
+            statement = operator_sql.listed_ended(state, ", ".join(_COLUMNS), window.names, newest=self.newest)
             tasks = self._tasks(statement, window.values)
             if len(tasks) >= self.limit:
                 break
@@ -255,7 +250,7 @@ class _Reader:
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            first = [sent_at for (sent_at,) in self.query(operator_sql.of_state(state, operator_sql.FIRST_SENT), {})]
+            first = [sent_at for (sent_at,) in self.query(operator_sql.first_ended(state), {})]
             since = max(since, self.position.time, min(first, default=LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
@@ -272,15 +267,12 @@ class _Reader:
 
 
 def _task(as_of: datetime, row: Sequence[Any]) -> Task:
-    """Return the task of a row with its state and _COLUMNS, and if it is cancelled also with OperationId."""
-    columns = dict(zip(_COLUMNS, row[1:], strict=False))
-    if row[0] == CANCELLED:
-        columns |= {"SentAt": None, "CancelledAt": columns["SentAt"], "OperationId": row[-1]}
-    return Task(row[0], columns, as_of)
+    """Return the task of a row with its state and _COLUMNS."""
+    return Task(row[0], dict(zip(_COLUMNS, row[1:], strict=True)), as_of)
 
 
 def _time(columns: Mapping[str, Any]) -> Any:
-    return columns.get("CancelledAt") or columns["SentAt"] or columns["CreatedAt"]
+    return columns["SentAt"] or columns["CreatedAt"]
 
 
 def _place(task: Task) -> _Place:
@@ -323,20 +315,13 @@ def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dic
 
 
 def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
-    """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`.
-
-    A cancelled task has CancelledAt and OperationId, and no Shard.
-    """
+    """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`."""
     names = [name for name in _ALL_COLUMNS if data or name != "Data"]
     rows = table.query(operator_sql.task(", ".join(names)), "outbox-show", {"id": id})
-    if not rows:
-        names = [_OF_CANCELLED.get(name, name) for name in names]
-        rows = table.query(operator_sql.task(", ".join(names), cancelled=True), "outbox-show", {"id": id})
     if not rows:
         return None
     as_of, state, *values = rows[0]
     columns: dict[str, Any] = dict(zip(names, values, strict=True))
-    columns.setdefault("SentAt", None)  # a cancelled task
     if data:
         columns["Data"] = b64decode(columns["Data"])  # the client returns BYTES in base64
     return Task(state, columns, as_of)

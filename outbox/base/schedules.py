@@ -63,6 +63,7 @@ ROUND = Schedule(1.0, 30.0)
 #: counting takes a fifth of the time. An autoscaler treats a value that is five minutes old as unknown.
 COUNT = Schedule(5.0, 120.0, 4.0)
 #: The same call of Spanner after UNAVAILABLE or RESOURCE_EXHAUSTED, and a broken stream: most of them end at once.
+#: Also the transaction of a driver whose replay has failed: the other transaction has committed.
 CALL = Schedule(0.1, 1.0)
 #: A transaction after ABORTED without a delay of Spanner's own: it had a lock conflict. The client would wait 2 s.
 ABORTED = Schedule(0.02, 0.02)

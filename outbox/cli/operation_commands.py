@@ -24,7 +24,7 @@ from outbox.program import logs
 from outbox.program.settings import one_of
 from outbox.program.terminal import Escaped, as_json, named, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
-from outbox.table.states import CANCELLED, STATES
+from outbox.table.states import STATES
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume,
@@ -56,11 +56,12 @@ _LAST_CHUNK = {
     "changed": "The transaction in progress changed all of its tasks or none",
     "published": "The tasks in progress may be published, and will be published again",
 }
-_STATES = (*STATES, CANCELLED, "expired")
+_STATES = (*STATES, "expired")
 #: Why tasks are not changed, although they were named or matched at the preview.
 _REASONS = {
     "missing": "not in the table",
-    "exists": "because a task with the same ID exists again",
+    "cancelled_and_made_unsent": "because they are cancelled and another program set SentAt to NULL. Restore them, or "
+    "cancel them again",
     "newcomer": "because they match only since the preview. Run the command again",
 }
 #: The same, if it is no error, for each change.
@@ -70,7 +71,6 @@ _NO_ERROR = {
         "expired": "because ExpiresAt has passed; pass --include-expired to send expired tasks",
         "blocked": "because blocked tasks wait for the head of their ordering key",
     },
-    "restore": {"not_cancelled": "because they are in the table, restored before or never cancelled"},
 }
 
 
@@ -81,6 +81,8 @@ class Report:
     #: What happens to the tasks.
     verb: str
     changed: int = 0
+    #: The tasks that the preview counted and that did not match any more.
+    left: int = 0
     unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
     heads: set[str] = dataclasses.field(default_factory=set)
 
@@ -118,8 +120,8 @@ def run(options: argparse.Namespace) -> None:
     operations = latest[: options.limit]
     if options.json:
         for each in operations:
-            parsed = {"selection": each.selection, "published": each.published or "null"}
-            say(as_json(each._asdict() | {name: admin.operations.parsed(text) for name, text in parsed.items()}))
+            of_json = {"selection": admin.operations.parsed(each.selection), "unchanged": each.unchanged}
+            say(as_json({**each._asdict(), **of_json}))
     else:
         say(f"as of {shown(now)}", _listed(operations) if operations else "No operations.")
     for each in operations if not options.json else ():
@@ -181,13 +183,15 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
         note(f"if the process is killed, continue with: {command}")
     stop = functools.partial(admin.operations.stop, task_table, id, author)
     report = carry_out(outcomes, command, stop, total=total, verb=_verb(name))
+    numbers = Counter(report.unchanged.values()) + Counter({admin.operations.LEFT: report.left})
     if options.json:
-        say(as_json({"operation": id, "tasks": report.changed, "unchanged": report.unchanged}))
+        counts = {"tasks": report.changed, "unchanged": report.unchanged, "not_changed": numbers.total()}
+        say(as_json({"operation": id, **counts}))
     else:
         say(f"{DONE[name]}: {counted(report.changed, 'task')}")
     if name == "cancel" and report.changed:
         note(f"to take it back, run `outbox restore {id}`")
-    code = explain(options, name, Counter(report.unchanged.values()), report.unchanged)
+    code = explain(options, name, numbers, report.unchanged)
     if heads := sorted(report.heads - {*ids}):
         note(f"retry the head of the ordering key, or cancel it: {named(heads)}")
     return code
@@ -198,16 +202,18 @@ def explain(
 ) -> int:
     """Print why tasks are not changed, with their `numbers`. Return 1 if a reason is an error.
 
-    `ids` has the reason of each task after the change.
+    `ids` has the reason of each task after the change. A task that a preview has counted must be changed, so each
+    reason is an error then.
     """
-    no_error = dict(_NO_ERROR.get(name, {}))
+    is_of_state = vars(options).get("state") is not None
+    no_error = {} if is_of_state and ids is not None else dict(_NO_ERROR.get(name, {}))
     if vars(options).get("include_expired"):
         no_error.pop("expired", None)
     done = f"{'would not be' if vars(options).get('dry_run') else 'not'} {_verb(name)}"
     for state, number in sorted(numbers.items()):
         because = f"because of the flags or the state, which is {state}" if state in _STATES else state
         names = [id for id, its in (ids or {}).items() if its == state]
-        why = (no_error | _REASONS).get(state, because)
+        why = (_NO_ERROR.get(name, {}) | _REASONS).get(state, because)
         note(f"{counted(number, 'task')} {done}, {why}{': ' if names else ''}{named(names)}")
     return 1 if numbers.keys() - no_error.keys() else 0
 
@@ -239,6 +245,7 @@ def carry_out(
                 report.changed += len(outcome.changed)
                 report.unchanged |= outcome.unchanged
                 report.heads |= outcome.heads
+                report.left += outcome.left
                 show(report)
                 if received:
                     break

@@ -20,10 +20,12 @@ no service.
 APPLY_DESCRIPTION = """\
 Create the missing tables, columns, constraints and indexes in one schema update, and
 print for each object whether it was created or existed. The command never changes or
-drops anything that exists. If an object exists with a different definition, or lacks a
-column that cannot be added, it creates nothing and the exit code is 1.
+drops anything that exists. If an object exists with a different definition, it creates
+the rest, prints the differences, and the exit code is 1. If a table lacks a column that
+cannot be added, it creates nothing.
 
-    outbox schema apply --project my-project --instance main --database orders"""
+    outbox schema apply --project my-project --instance main --database orders
+    outbox schema apply --roles"""
 
 RESHARD_DESCRIPTION = """\
 Change the number of shards while workers run. The command adds a column and two
@@ -55,6 +57,7 @@ def add(commands: Any) -> None:
     _add_choices(printing, "")
     applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION, run_apply)
     _add_choices(applying, "; if the table exists, omit this flag or pass the table's value")
+    flags.switch(applying, "--roles", "Also create the missing roles of schema/roles.sql, and execute its grants again")
     resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION, run_reshard)
     choice = resharding.add_mutually_exclusive_group(required=True)
     text = "The new number of shards: {}. To continue, run the command again with the same number"
@@ -103,7 +106,10 @@ def run_apply(options: argparse.Namespace) -> None:
     from outbox.table import schema  # noqa: PLC0415 - see above
     from outbox.table.connection import open_database  # noqa: PLC0415 - see above
 
-    for name, state in schema.apply(open_database(settings), _statements(options), free=free):
+    database = open_database(settings)
+    for name, state in schema.apply(database, _statements(options), free=free):
+        say(f"{state:<8} {name}")
+    for name, state in schema.apply_roles(database) if options.roles else ():
         say(f"{state:<8} {name}")
 
 

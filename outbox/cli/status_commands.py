@@ -195,7 +195,8 @@ def _rendered(
 def _curves(history: "admin.history.History") -> Escaped:
     """Return the last hour of all topics as lines of bars, each with its max and its last value."""
     low, high = history.latency()
-    failed = [sum(filter(None, values)) for values in zip(*history.failed().values(), strict=True)]
+    columns = zip(*history.failed().values(), strict=True)
+    failed = [None if None in column else sum(column) for column in columns]
     figures: list[tuple[str, admin.history.Values, Callable[[float], str]]] = [
         ("registered/min", history.registered(), "{:,.0f}".format),
         ("published/min", history.published(), "{:,.0f}".format),
@@ -206,7 +207,8 @@ def _curves(history: "admin.history.History") -> Escaped:
         ("latency p95", high, spoken),
     ]
     known = [(name, values, unit, [each for each in values if each is not None]) for name, values, unit in figures]
-    rows = [(name, bars(values), unit(max(all)), unit(all[-1])) for name, values, unit, all in known if all]
+    last = admin.history.latest
+    rows = [(name, bars(values), unit(max(all)), last(values, unit)) for name, values, unit, all in known if all]
     return table(("LAST HOUR", "", "MAX", "LAST"), rows) if rows else Escaped("no worker has sent its history yet")
 
 

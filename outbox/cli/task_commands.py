@@ -21,7 +21,7 @@ from outbox.program.terminal import as_json, by_field, cell, escaped, note, say,
 from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
 
 LIST_DESCRIPTION = """\
-List the tasks of some states, or all unsent tasks, sorted by SentAt, CancelledAt, or
+List the tasks of some states, or all unsent tasks, sorted by SentAt, or
 CreatedAt of unsent tasks. If there are more tasks than --limit, the command prints the flag
 for the next page. Tasks that are sent or registered meanwhile do not shift the pages.
 --json prints one object per line.
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
     text = "Only tasks in this state. The flag may be repeated"
-    flags.add_state(listing, (*STATES, CANCELLED), text, action="append", dest="states", default=[])
+    flags.add_state(listing, STATES, text, action="append", dest="states", default=[])
     flags.add_narrowing(listing)
     order = listing.add_mutually_exclusive_group()
     text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone"
@@ -130,9 +130,9 @@ def _table(tasks: "Sequence[admin.tasks.Task]") -> str:
         "STATE": [task.state for task in tasks],
         "CREATED": [task.columns["CreatedAt"] for task in tasks],
         "AVAILABLE": [None if is_dead(at) else at for at in (task.columns["AvailableAt"] for task in tasks)],
-        "SENT": [task.columns["SentAt"] for task in tasks],
-        "CANCELLED": [task.columns.get("CancelledAt") for task in tasks],
-        "BY": [task.columns.get("OperationId") for task in tasks],
+        "SENT": [task.columns["SentAt"] if task.state != CANCELLED else None for task in tasks],
+        "CANCELLED": [task.columns["SentAt"] if task.state == CANCELLED else None for task in tasks],
+        "BY": [task.columns["CancelledBy"] for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
         "BLOCKED BY": [task.columns["BlockedBy"] if task.state == "blocked" else None for task in tasks],
@@ -149,8 +149,8 @@ def run_show(options: argparse.Namespace) -> None:
     task = admin.tasks.task(task_table, id)
     if task is None:
         why = (
-            ". Either its transaction was not committed, or the task was deleted: after it was sent (retention, "
-            "`outbox purge`), or before that (`outbox.cancel` of an application)"
+            ". Either its transaction was not committed, or the task was deleted after it was sent or cancelled "
+            "(retention, `outbox purge`)"
         )
         # `full_ids` has said that a shorter prefix is too short.
         raise OutboxError(f"task {id!r} does not exist{why if len(id) >= flags.MIN_PREFIX else ''}")
@@ -161,7 +161,8 @@ def run_show(options: argparse.Namespace) -> None:
         note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
     _note_holds(task_table, [task], task.as_of)
     if task.state == CANCELLED:
-        note(f"the task was cancelled. `outbox restore {escaped(id)}` puts it back")
+        by = escaped(task.columns["CancelledBy"])
+        note(f"the task was cancelled by {by}. `outbox restore {escaped(id)}` puts it back")
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:

@@ -7,7 +7,8 @@
    Any other request that another site's page sends is the navigation of a tab, as when a person follows a link.
 4. The route exists, and the request has an identity.
 5. The person holds the role of the route.
-6. The handler gets one of a few places. A page that gets none says so, and the browser loads it again.
+6. The handler gets one of a few places of its kind. What is urgent never waits for a list. A page that gets none says
+   so, and no browser loads it again by itself, because it would then wait in front of other people.
 
 docs/security.md says against whom. Every answer has the same headers.
 """
@@ -50,7 +51,7 @@ from outbox.console.visits import (
     read_status,
     render,
 )
-from outbox.errors import NotReached, OutboxError
+from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import host_name
 
 #: The host names to which a console on this machine answers.
@@ -71,9 +72,9 @@ HEADERS = {
     "Outbox-Console": "1",
 }
 #: Handlers that work at a time. Together they leave some of the server's 40 threads free for identities.
-PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.SCAN: 8, Work.MESSAGE: 1}
-#: How long a request waits for a place, and how often it tries.
-WAIT_SECONDS, TRY_SECONDS = 5.0, 0.02
+PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.URGENT: 8, Work.SCAN: 8, Work.MESSAGE: 1}
+#: How long a request waits for a place, how often it tries, and when a page that got none asks again.
+WAIT_SECONDS, TRY_SECONDS, RETRY_SECONDS = 5.0, 0.02, 30
 #: Seconds in which the views of a page by a person are one line: a visible tab reads its page every five seconds.
 VIEW_SECONDS = 600.0
 #: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
@@ -118,6 +119,12 @@ def app(
     docs_url = DOCS_URL.value(docs_url, "docs_url")
     dashboard_url = TEMPLATE.value(dashboard_url, "dashboard_url")
     trace_url = TEMPLATE.value(trace_url, "trace_url")
+    pages = routes()
+    if path_prefix and (same := [each.path for each in pages if f"{each.path}/".startswith(f"{path_prefix}/")]):
+        raise SettingError(
+            f"path_prefix: {path_prefix} is also the beginning of a page's path, {same[0]}. Choose another prefix, "
+            "because a proxy may remove it"
+        )
     table = TaskTable(database, "outbox-console")
     console = Console(
         table=table,
@@ -132,7 +139,7 @@ def app(
     )
     return Access(
         console=console,
-        routes=routes(),
+        routes=pages,
         identify=identify or (lambda _request: table.principal),
         roles=roles or (VIEWERS if identify else EVERYTHING),
         allowed_hosts=hosts,
@@ -187,9 +194,7 @@ class Access:
             refused = _refused(error, request)
             response = answer("refused", refused.status, refused=refused, prefix=prefix)
             if refused.wait:
-                response.headers["Retry-After"] = f"{WAIT_SECONDS:.0f}"
-                if request.method in _SAFE:
-                    response.headers["Refresh"] = f"{WAIT_SECONDS:.0f}"
+                response.headers["Retry-After"] = str(RETRY_SECONDS)
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         # A page of tables has a sixth of its size then. It has no secret that its size could tell.
@@ -227,13 +232,14 @@ class Access:
 
     async def _handled(self, route: Route, visit: Visit) -> Response:
         """Wait for a place without a thread, and call the handler. Raises Refused if there is no place."""
-        places, until = self._places[route.work], time.monotonic() + WAIT_SECONDS
+        work = route.work if isinstance(route.work, Work) else route.work(visit)
+        places, until = self._places[work], time.monotonic() + WAIT_SECONDS
         while not places.acquire(blocking=False):
             if time.monotonic() > until:
                 raise Refused(
                     503,
-                    f"The console is busy: {counted(PLACES[route.work], 'page')} of this kind read already",
-                    f"The browser opens a page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
+                    f"The console is busy: {counted(PLACES[work], 'request')} of this kind work already",
+                    "Try again in a minute. A narrower filter reads less.",
                     wait=True,
                 )
             await anyio.sleep(TRY_SECONDS)

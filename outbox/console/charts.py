@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from outbox import admin
-from outbox.admin.history import MINUTES, History, Values
+from outbox.admin.history import MINUTES, History, Values, joined, latest
 from outbox.admin.operations import Operation
 from outbox.base.values import counted, listed, spoken
 
@@ -84,13 +84,17 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of a kind (line, area or bars). Areas and bars are stacked, the first series at the bottom."""
+    """A chart of a kind (line, area or bars). Areas and bars are stacked, the first series at the bottom.
+
+    Values of an `is_backlog` are joined, because workers do not count it in each minute.
+    """
 
     frame: Frame
     kind: str
     title: str
     series: Mapping[str, Values]
     is_duration: bool = False
+    is_backlog: bool = False
 
     @property
     def shown(self) -> dict[str, Values]:
@@ -104,8 +108,8 @@ class Chart:
         return _duration(value) if self.is_duration else f"{value:,.0f}"
 
     def last(self, name: str) -> str:
-        """Return the last value that is known."""
-        return self.text(next((each for each in reversed(self.shown[name]) if each is not None), None))
+        """Return the last value, unless it is old."""
+        return latest(self.shown[name], self.text)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return the height and the text of each tick: round numbers from 0 to above the largest value."""
@@ -129,7 +133,7 @@ class Chart:
     def _ends(self) -> list[Values]:
         """Return the upper end of each series: its values, or their sums with the series below it."""
         ends: list[Values] = []
-        for values in self.shown.values():
+        for values in map(joined, self.shown.values()) if self.is_backlog else self.shown.values():
             below = ends[-1] if ends and self.kind != "line" else [None] * len(values)
             ends.append([low if high is None else (low or 0) + high for low, high in zip(below, values, strict=True)])
         return ends
@@ -155,8 +159,8 @@ def of_topic(frame: Frame, topic: str | None) -> list[Chart]:
     pending = {"pending": history.pending(topic)} if topic is not None else by_topic(history)
     charts = [
         Chart(frame, "line", "Registered and published per minute", counts),
-        Chart(frame, "area", "Pending" if topic is not None else "Pending by topic", pending),
-        Chart(frame, "line", "Age of the oldest task", {"oldest": history.oldest(topic)}, is_duration=True),
+        Chart(frame, "area", "Pending" if topic is not None else "Pending by topic", pending, is_backlog=True),
+        Chart(frame, "line", "Age of the oldest task", {"oldest": history.oldest(topic)}, True, True),
         Chart(frame, "line", "Latency", {"p50": low, "p95": high}, is_duration=True),
     ]
     failed = history.failed(topic)
@@ -176,15 +180,15 @@ def by_topic(history: History) -> dict[str, Values]:
     return named | ({OTHERS: rest} if any(rest) or not shown else {})
 
 
-def failed_last_minute(history: History, topic: str, error: str) -> int:
+def failed_last_minute(history: History, topic: str, error: str) -> str:
     """Return the failed attempts in the last whole minute with the reason at the beginning of an error."""
-    values = history.failed(topic).get(error.partition(":")[0], ())
-    return int(next((each for each in reversed(values) if each is not None), 0))
+    none = [each and 0 for each in history.published(topic)]  # where workers have counted
+    return latest(history.failed(topic).get(error.partition(":")[0], none), "{:,.0f}".format)
 
 
 def spark(values: Values, top: float | None = None) -> str:
     """Return the path of a line without axes, 10 units a minute wide and 100 high."""
-    return _line(values, top or max(filter(None, values), default=1))
+    return _line(joined(values), top or max(filter(None, values), default=1))
 
 
 def titled(operation: Operation) -> str:

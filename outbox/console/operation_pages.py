@@ -25,7 +25,7 @@ from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import MOMENT, matching, one_of, resolved, whole_number
-from outbox.table.states import CANCELLED, CHANGED, STATES
+from outbox.table.states import CHANGED, STATES
 
 COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
@@ -33,7 +33,7 @@ ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operati
 HOPELESS = ("undecodable", "too_large")
 #: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
 TEXTS = {
-    "state": ("state", one_of(*STATES, CANCELLED)),
+    "state": ("state", one_of(*STATES)),
     "topic": ("topic", flags.TOPIC),
     "error": ("error", flags.TEXT),
     "key": ("ordering_key", flags.KEY),
@@ -79,7 +79,7 @@ def address_of(selection: TaskSelection) -> dict[str, Any]:
     query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
     times = {name: shown(time) if (time := getattr(selection, name)) else None for name in TIMES}
     more = {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
-    return query | times | more | ({} if selection.state in (*STATES, CANCELLED) else {"state": None})
+    return query | times | more | ({} if selection.state in STATES else {"state": None})
 
 
 def command_of(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
@@ -119,9 +119,9 @@ class Action:
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
         path = f"/tasks/{self.name}"
-        yield Route(path, self._preview, self.role, page="/tasks")
-        yield Route(path, self._begin, self.role, "POST", page=path)
-        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.LIGHT, "/operation")
+        yield Route(path, self._preview, self.role, work=_work, page="/tasks")
+        yield Route(path, self._begin, self.role, "POST", _work, path)
+        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.URGENT, "/operation")
 
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
@@ -162,7 +162,7 @@ class Action:
         return admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=selected)[1]
 
     def _continue(self, visit: Visit) -> Response:
-        operation, _ = _found(visit)
+        operation = _row(visit)
         if _acted(operation) != self:
             raise Refused(400, "This operation cannot be continued here", "Run its command or its job again.")
         admin.changes.continued(visit.console.table, operation.id)
@@ -175,6 +175,11 @@ class Action:
         if visit.query.get("selected") and not visit.query.get("id"):
             raise Refused(400, "No task is selected", "Check the tasks, or act on all that match.")
         return admin.changes.bounded(self.name, selection_of(visit.query, at), at)
+
+
+def _work(visit: Visit) -> Work:
+    """Single tasks do not wait until all that match some filter are counted."""
+    return Work.URGENT if visit.query.get("id") else Work.SCAN
 
 
 def _preview_time(visit: Visit) -> datetime:
@@ -236,18 +241,21 @@ def _acted(operation: Operation) -> Action | None:
 
 
 def _found(visit: Visit) -> tuple[Operation, datetime]:
-    """Return the operation `id`, and as of when: of the shared read, or else from its row."""
-    id, status = visit.query.get("id", ""), visit.console.status.get().value
+    """Return the operation `id`, and as of when: of the shared read, or from its row if that read is old."""
+    id, status = visit.query.get("id", ""), visit.reading.value if visit.reading.is_current else None
     if status and (operation := next((each for each in status.operations if each.id == id), None)):
         return operation, status.backlog.as_of
-    now, row = visit.console.table.now(), admin.operations.operation(visit.console.table, id)
-    if row is None:
+    return _row(visit), visit.console.table.now()
+
+
+def _row(visit: Visit) -> Operation:
+    if (row := admin.operations.operation(visit.console.table, visit.query.get("id", ""))) is None:
         raise Refused(404, "There is no operation with this ID", "Open it from the list of operations.")
-    return row, now
+    return row
 
 
 def _stop(visit: Visit) -> Response:
-    operation, _ = _found(visit)
+    operation = _row(visit)
     if not _acted(operation):
         raise Refused(400, "This operation cannot be stopped here", "Stop the process that runs it.")
     admin.operations.stop(visit.console.table, operation.id, visit.author())
@@ -256,6 +264,6 @@ def _stop(visit: Visit) -> Response:
 
 ROUTES = (
     Route("/operation", show, work=Work.LIGHT),
-    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.LIGHT, "/operation"),
+    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.URGENT, "/operation"),
     *(route for each in ACTIONS for route in each.routes()),
 )

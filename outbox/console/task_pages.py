@@ -19,6 +19,7 @@ from outbox.console.operation_pages import ACTIONS, FILTERS, command_of, is_hope
 from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, render
 from outbox.errors import OutboxError
+from outbox.registration import APPLICATION
 from outbox.table.states import CANCELLED, is_dead
 
 #: Tasks on one page, and max results of each kind of a search.
@@ -102,7 +103,7 @@ def search(visit: Visit) -> Response:
 
 def show_one(visit: Visit) -> Response:
     """Show the task `id` without its message."""
-    task, status = _found(visit, data=False), visit.console.status.get().value
+    task, status = _found(visit, data=False), visit.reading.value
     columns, of_key = task.columns, list[Task]()
     if columns["OrderingKey"] and task.state not in OUT_OF_KEY:
         selection = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
@@ -122,22 +123,24 @@ def show_one(visit: Visit) -> Response:
 def _found(visit: Visit, *, data: bool) -> Task:
     task = admin.tasks.task(visit.console.table, visit.query.get("id", ""), data=data)
     if task is None:
-        advice = "Its transaction was not committed, or it was deleted: after it was sent, or by one of the operations."
+        advice = "Its transaction was not committed, or it was deleted after it was sent or cancelled."
         raise Refused(404, "There is no task with this ID", advice)
     return task
 
 
 def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> list[tuple[datetime, str, str | None]]:
     """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
-    names = ("CreatedAt", "SentAt") if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
+    by = columns["CancelledBy"]
+    names = ("CreatedAt",) if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
     # At the end of a deferral, a worker reads the head. It does not publish the task.
     events = EVENTS | ({"AvailableAt": "the head of its key is checked again"} if columns["BlockedBy"] else {})
     line: list[tuple[datetime, str, str | None]] = [
         (columns[name], events[name], None) for name in names if columns[name] and not is_dead(columns[name])
     ]
-    if cancelled_at := columns.get("CancelledAt"):
-        line.append((cancelled_at, "cancelled", columns["OperationId"]))
-    # A view changes nothing, and a task that was cancelled or purged is gone.
+    if columns["SentAt"]:
+        how = EVENTS["SentAt"] if by is None else "cancelled" if by != APPLICATION else "cancelled by an application"
+        line.append((columns["SentAt"], how, None if by == APPLICATION else by))
+    # A view changes nothing, and a task that was purged is gone.
     retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
     relations = ((each, _relation(each, columns)) for each in retries)
     changes = [(each.started_at, f"{how}: retry by {each.principal}", each.id) for each, how in relations if how]
@@ -194,6 +197,6 @@ def _message(visit: Visit) -> tuple[Mapping[str, str] | None, bytes]:
 ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
-    Route("/task", show_one),
+    Route("/task", show_one, work=Work.LIGHT),
     Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE, "/task"),
 )

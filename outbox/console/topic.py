@@ -1,5 +1,6 @@
 """One topic: its tasks by state, its circuit, and its controls with the forms that change them."""
 
+import contextlib
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from outbox.base.values import shown
 from outbox.console.roles import Refused, Role
 from outbox.console.visits import Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.table.controls import NAMES, VALUES, described
+from outbox.table.controls import NAMES, VALUES, TopicControls, described
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
@@ -24,9 +25,18 @@ SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"paused": True}, "resume": {
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     topic = _topic(visit)
-    more = {"described": described, "fields": NAMES, "values": VALUES, "within": APPLIED_WITHIN}
+    more: dict[str, Any] = {"described": described, "fields": NAMES, "values": VALUES, "within": APPLIED_WITHIN}
     checked_at = _time(visit.query.get("exists", ""))
-    return render(visit, "topic", topic=topic, changed=_last_change(visit, topic), checked_at=checked_at, **more)
+    more |= {"control": _control(visit, topic), "changed": _last_change(visit, topic)}
+    return render(visit, "topic", topic=topic, checked_at=checked_at, **more)
+
+
+def _control(visit: Visit, topic: str) -> TopicControls | None:
+    """Return the controls. Old figures would offer what was just done, so then the table is asked."""
+    if not visit.reading.is_current and not visit.reading.error:
+        with contextlib.suppress(OutboxError):
+            return visit.console.table.controls().get(topic)
+    return visit.reading.value.controls.get(topic) if visit.reading.value else None
 
 
 def _time(text: str) -> datetime | None:
@@ -40,7 +50,7 @@ def _time(text: str) -> datetime | None:
 
 def _last_change(visit: Visit, topic: str) -> Operation | None:
     """Return the last of the recent operations that changed the controls of a topic."""
-    status = visit.console.status.get().value
+    status = visit.reading.value
     for each in status.operations if status else ():
         match admin.operations.parsed(each.selection):
             case {"topics": dict(topics)} if topic in topics:
@@ -139,6 +149,13 @@ def _known(visit: Visit) -> str:
     return topic
 
 
+def _work(visit: Visit) -> Work:
+    """Only the preview of a route counts tasks."""
+    given = (visit.query, visit.form)
+    has_route = any(each.get("route", "").strip() or "route" in each.getlist("unset") for each in given)
+    return Work.SCAN if has_route else Work.URGENT
+
+
 def _typed(given: QueryParams) -> dict[str, Any]:
     """Return the values to write, by field. Empty fields keep their values."""
     texts = {name: text for name in NAMES if (text := given.get(name, "").strip())}
@@ -153,11 +170,11 @@ def _typed(given: QueryParams) -> dict[str, Any]:
 
 ROUTES = (
     Route("/topic", show, work=Work.LIGHT),
-    Route("/topic/ask", _ask, Role.OPERATOR, "POST", page="/topic"),
-    Route("/topic/controls", _show_preview, Role.OPERATOR),
-    Route("/topic/controls", _write, Role.OPERATOR, "POST", page="/topic/controls"),
-    Route("/topic/probe", _probe, Role.OPERATOR, "POST", page="/topic"),
+    Route("/topic/ask", _ask, Role.OPERATOR, "POST", _work, "/topic"),
+    Route("/topic/controls", _show_preview, Role.OPERATOR, work=_work),
+    Route("/topic/controls", _write, Role.OPERATOR, "POST", _work, "/topic/controls"),
+    Route("/topic/probe", _probe, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
-    Route("/topic/forget", _forget, Role.OPERATOR, "POST", page="/topic"),
-    *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", page="/topic") for name in SWITCHES),
+    Route("/topic/forget", _forget, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
+    *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", Work.URGENT, "/topic") for name in SWITCHES),
 )

@@ -2,7 +2,7 @@
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.console.table`, and has no SQL of its own.
-- What a page fetches again comes from `visit.console.status`, so that all tabs share one read. Only sent tasks that a
+- What a page fetches again comes from `visit.reading`, so that all tabs share one read. Only sent tasks that a
   person follows do not.
 - A handler raises Refused, or lets an OutboxError pass. Both become a page. If the route names the page of its form,
   this page is shown again, with what the person typed.
@@ -13,11 +13,13 @@
   `still`, so that a refresh never changes what a person types or is about to click.
 
 What all tabs share is read at most every few seconds, and not if no tab asks. So a hundred open tabs cost Spanner what
-one costs. While Spanner cannot be reached, the last figures stay, with their age and the error.
+one costs. No page waits until it is read, also not after an action. While Spanner is slow or cannot be reached, the
+last figures stay, with their age and the error.
 """
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import logging
@@ -25,6 +27,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -52,6 +55,8 @@ from outbox.table.states import LEFT_TO_SEND
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
+#: How long a page waits for a read that it has begun, and the age from which on figures are late.
+PATIENCE_SECONDS, LATE_SECONDS = 1.0, 2 * FRESH_SECONDS
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
 _log = logging.getLogger("outbox")
@@ -79,50 +84,85 @@ class Status(status.Status):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """The last status that was read, how many seconds ago, and the error of a later attempt, if there was one."""
+    """The last status, and how many seconds ago its read began. `error` is that of a later read, if it has failed.
+
+    `written` is the time of the last action of this console, unless the status includes it.
+    """
 
     value: Status | None
     age: float
     error: str | None = None
+    written: datetime | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Tell whether a newer one should be there, so that pages say how old it is."""
+        return self.age > LATE_SECONDS
+
+    @property
+    def is_current(self) -> bool:
+        """Tell whether it shows what single rows would show."""
+        return not (self.is_late or self.written)
 
 
 class Shared:
-    """A status that is read again when it is asked for and old. Used by all threads. `read` gets the last one."""
+    """A status that is read again when it is asked for and old. Used by all threads. `read` gets the last one.
+
+    It is read on a thread of its own, because a read may take as long as Spanner is slow, and no page waits for that.
+    """
 
     def __init__(self, read: Callable[[Status | None], Status], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
-        self._reading = threading.Lock()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._ended.set()
         self._value: Status | None = None
         self._error: str | None = None
-        self._read_at = self._tried_at = float("-inf")
-        #: The number of actions, and how many of them were done before the last read began.
-        self._actions, self._included = 0, -1
+        self._began_at = self._tried_at = float("-inf")
+        self._is_due = True
+        self._written: datetime | None = None
 
     def get(self) -> Reading:
-        """Return the value. While another thread reads it, return the last one, or wait if an action is not in it."""
-        if self._is_old() and self._reading.acquire(blocking=self._included < self._actions):
-            try:
-                if self._is_old():
-                    self._read_again()
-            finally:
-                self._reading.release()
-        return Reading(self._value, self._clock() - self._read_at, self._error)
+        """Return the last value. The page that begins a read waits a moment, and without a value each page does."""
+        with self._lock:
+            begins = self._ended.is_set() and (self._is_due or self._clock() - self._tried_at >= FRESH_SECONDS)
+            if begins:
+                self._begin()
+        if begins or self._value is None:
+            self._ended.wait(PATIENCE_SECONDS)
+        with self._lock:
+            return Reading(self._value, self._clock() - self._began_at, self._error, self._written)
 
     def forget(self) -> None:
         """Let the next `get` read again, because an action has changed what it shows."""
-        self._actions += 1
+        with self._lock:
+            self._is_due, self._written = True, datetime.now(UTC)
 
-    def _is_old(self) -> bool:
-        return self._included < self._actions or self._clock() - self._tried_at >= FRESH_SECONDS
-
-    def _read_again(self) -> None:
-        actions = self._actions
+    def _begin(self) -> None:
+        reader = threading.Thread(target=self._read_again, args=(self._clock(), self._written), daemon=True)
+        self._is_due, self._tried_at = False, self._clock()
         try:
-            self._value, self._error = self._read(self._value), None
-            self._read_at = self._clock()
-        except OutboxError as error:
-            self._error = str(error)
-        self._included, self._tried_at = actions, self._clock()
+            reader.start()
+        except RuntimeError as error:
+            self._error = f"No thread can be started: {error}"
+        else:
+            self._ended.clear()  # the thread needs the lock before it ends
+
+    def _read_again(self, began_at: float, written: datetime | None) -> None:
+        value, error = None, None
+        try:
+            value = self._read(self._value)
+        except OutboxError as failure:
+            error = str(failure)
+        except Exception:
+            error = "This is a fault of the console, and its log has the reason"
+            _log.exception("the figures could not be read")
+        with self._lock:
+            self._error, self._tried_at = error, self._clock()
+            if not error:
+                self._value, self._began_at = value, began_at
+                # Another action may have been written since this read began.
+                self._written = None if self._written is written else self._written
+            self._ended.set()
 
 
 def read_status(table: TaskTable, last: Status | None) -> Status:
@@ -205,7 +245,7 @@ class Console:
     trace_url: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Visit:
     """One request of a person who holds the role of its route."""
 
@@ -220,6 +260,11 @@ class Visit:
     #: After a form was refused: the path that it was sent to, and why. The visit is then of the form's page.
     sent_to: str = ""
     problem: Refused | None = None
+
+    @functools.cached_property
+    def reading(self) -> Reading:
+        """Return the shared figures, which are the same for the whole page."""
+        return self.console.status.get()
 
     def link(self, path: str, /, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
@@ -250,7 +295,8 @@ Handler = Callable[[Visit], Response]
 class Work(enum.Enum):
     """What a handler takes. `Access` bounds how many of each kind work at a time."""
 
-    LIGHT = enum.auto()  # the shared figures, or single rows
+    LIGHT = enum.auto()  # a page of the shared figures, or of single rows
+    URGENT = enum.auto()  # a change of single rows, and its preview
     SCAN = enum.auto()  # up to a minute of Spanner
     MESSAGE = enum.auto()  # the memory of a large message
 
@@ -263,7 +309,8 @@ class Route:
     handler: Handler
     role: Role = Role.VIEWER
     method: str = "GET"
-    work: Work = Work.SCAN
+    #: Or how it follows from the visit.
+    work: Work | Callable[[Visit], Work] = Work.SCAN
     #: The path of the page with the form that is sent here.
     page: str = ""
 
@@ -324,13 +371,18 @@ _ENVIRONMENT.filters.update(
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
 _ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "charts": charts, "FILES": FILES}
-_ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS}
+_ENVIRONMENT.globals |= {
+    "FRESH_SECONDS": FRESH_SECONDS,
+    "HEADS": HEADS,
+    "LEFT_TO_SEND": LEFT_TO_SEND,
+    "OPERATIONS": OPERATIONS,
+}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:
     """Return a page. `values` are the names that its template uses besides those of every page."""
-    reading = visit.console.status.get()
-    return answer(template, visit=visit, link=visit.link, reading=reading, status=reading.value, **values)
+    more: dict[str, Any] = {"reading": visit.reading, "status": visit.reading.value}
+    return answer(template, visit=visit, link=visit.link, **more, **values)
 
 
 def answer(template: str, code: int = 200, **values: Any) -> Response:

@@ -4,19 +4,22 @@ After ABORTED the connection replays its statements, but not mutations. So tasks
 fixed before its first execution, and a replay inserts the same rows.
 """
 
+import random
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
-from google.api_core.exceptions import AlreadyExists, GoogleAPICallError
+from google.api_core.exceptions import Aborted, AlreadyExists, GoogleAPICallError
 from google.cloud.spanner_dbapi import Connection
 from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
-from google.cloud.spanner_dbapi.exceptions import DatabaseError, OperationalError
+from google.cloud.spanner_dbapi.exceptions import DatabaseError, OperationalError, RetryAborted
 from google.cloud.spanner_dbapi.parse_utils import classify_statement
 from google.cloud.spanner_dbapi.parsed_statement import ClientSideStatementType
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
+from outbox.base.schedules import CALL
 from outbox.base.values import chunked, class_name
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
@@ -24,14 +27,18 @@ from outbox.inbox.once import record_with
 from outbox.message import Message, check_task_id
 from outbox.registration import Options, Task, check_not_registered, next_heads
 from outbox.table.shared_sql import EXCLUSIVE, LOCK_UNSENT, RELEASED
+from outbox.table.transactions import missing_table
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 #: Values in the order of some columns, such as a primary key; and values by column.
 Row = tuple[Any, ...]
 _Values = Mapping[str, Any]
 #: Executes a statement with its parameters. Returns an object with `fetchall` and `rowcount`.
 Execute = Callable[[str, Mapping[str, Any] | None], Any]
 
+#: How long a transaction is run again, as long as the Spanner client does it.
+REPEAT_SECONDS = 30.0
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
 #: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB. The other columns of 100 rows need
@@ -119,11 +126,11 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
 
 
 def cancel(connection: Connection, task_id: str) -> bool:
-    """Delete an unsent task in the transaction of `connection`, and return whether it did.
+    """Take an unsent task out in the transaction of `connection`, and return whether it did.
 
-    False: the task is sent, or does not exist. See `outbox.cancel`: a task that it deletes may have been published
-    before. Call it first in the transaction. If a replay finds another answer than the first execution, see
-    `register_once`.
+    False: the task is sent, cancelled already, or does not exist. See `outbox.cancel`: a task that it takes out may
+    have been published before. Call it first in the transaction. If a replay finds another answer than the first
+    execution, see `register_once`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
@@ -133,6 +140,45 @@ def cancel(connection: Connection, task_id: str) -> bool:
         TypeError: see `register`.
     """
     return Statements(connection).cancel(task_id)
+
+
+def run_in_transaction(connection: Connection, function: Callable[..., T], *arguments: Any) -> T:
+    """Call `function(connection, *arguments)`, commit, and return its result. After a failed replay, do all again.
+
+    A replay fails if another transaction has changed what this one has read. `function` can run several times, so it
+    must only change this database.
+
+    Raises:
+        RetryAborted: replays have failed for 30 s.
+        InvalidTransaction: see `register`.
+        Exception: whatever `function` or the commit raised. The transaction is rolled back.
+    """
+    _check(connection)
+
+    def attempt() -> T:
+        try:
+            result = function(connection, *arguments)
+            connection.commit()
+        except BaseException:
+            with suppress(Exception):
+                connection.rollback()
+            raise
+        return result
+
+    return repeat(attempt)
+
+
+def repeat(attempt: Callable[[], T]) -> T:
+    """Run a transaction, and again with a pause after a failed replay, for REPEAT_SECONDS. Return its result."""
+    number, end = 0, time.monotonic() + REPEAT_SECONDS
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if time.monotonic() > end or not (_in_chain(error, RetryAborted) or _in_chain(error, Aborted)):
+                raise
+        time.sleep(random.uniform(0, CALL.nth(number)))  # noqa: S311 - no secret
+        number += 1
 
 
 def _check(connection: object) -> None:
@@ -190,7 +236,7 @@ class Statements:
         return True
 
     def cancel(self, task_id: str) -> bool:
-        """Delete an unsent task; return whether it was deleted. Raises OperationalError."""
+        """Take an unsent task out; return whether it was. Raises OperationalError."""
         check_task_id(task_id)
         table = registration.TABLE
         check_not_registered(task_id, [(task_id,)] if self._collected.has(table, (task_id,)) else [])
@@ -199,7 +245,9 @@ class Statements:
         for id in heads or ():
             self._about(id, f"UPDATE {table} SET {' = NULL, '.join(RELEASED)} = NULL WHERE Id = @id")
         if heads is not None:
-            self._about(task_id, f"DELETE FROM {table} WHERE Id = @id")
+            # No pending commit timestamp, because the transaction could not read the table any more.
+            values = f"SentAt = CURRENT_TIMESTAMP(), CancelledBy = '{registration.APPLICATION}'"
+            self._about(task_id, f"UPDATE {table} SET {values} WHERE Id = @id")
         return heads is not None
 
     def _exists(self, table: str, columns: Sequence[str], key: Row) -> bool:
@@ -267,7 +315,7 @@ class Collected:
             for table, keys_and_rows in collected.items():
                 rows = [row for _, row in keys_and_rows]
                 for some in chunked(rows, _MAX_ROWS, STATEMENT_BYTES, lambda row: len(row.get("Data", ""))):
-                    with errors(table):
+                    with errors(table, ids=[row["Id"] for row in some if "Id" in row]):
                         self._execute(*_insert(table, some))
         except BaseException:
             with suppress(Exception):
@@ -306,8 +354,11 @@ def _word(name: str, value: object) -> str:
 
 
 @contextmanager
-def errors(table: str, missing: type[Exception] | None = None) -> Iterator[None]:
-    """Say what to do. The driver's own errors have the text "[]". `missing` is the class for a missing table."""
+def errors(table: str, missing: type[Exception] | None = None, ids: Collection[str] = ()) -> Iterator[None]:
+    """Say what to do. The driver's own errors have the text "[]". `missing` is the class for a missing table.
+
+    `ids` are the tasks that are inserted. A replay may fail with the duplicate of a row of the application instead.
+    """
     try:
         yield
     except Exception as error:
@@ -315,18 +366,15 @@ def errors(table: str, missing: type[Exception] | None = None) -> Iterator[None]
         if of_driver is None or cause is None:
             raise
         kind, text = type(of_driver), cause.message.rstrip(".")
-        if isinstance(cause, AlreadyExists):
+        if isinstance(cause, AlreadyExists) and any(id in text for id in ids):
             text += ". Use another ID, or register_once"
         elif "pending CommitTimestamp" in text:
             text = (
                 f"the Spanner emulator accepts one INSERT into {table} in a transaction, which holds {_MAX_ROWS} tasks "
                 f"and {STATEMENT_BYTES * 3 // 4:,} bytes of messages. Register fewer tasks in one transaction of a test"
             )
-        elif f"Table not found: {table}" in text:
-            text = (
-                f"table {table} is missing in the database of this transaction. Create it with `outbox schema apply`, "
-                "or connect to the database that has it"
-            )
+        elif is_missing := missing_table(cause, table):
+            text = is_missing
             if missing:
                 raise missing(text) from error
         raise kind(text) from cause

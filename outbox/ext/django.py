@@ -3,16 +3,17 @@
 `using` is the alias of a Spanner database in Django's settings. Errors of the driver become those of `django.db`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Unpack
+from typing import Any, Unpack
 
 from django.db import DEFAULT_DB_ALIAS
-from django.db.transaction import get_connection
+from django.db.transaction import atomic, get_connection
 
 from outbox import registration
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
+from outbox.ext.dbapi import T
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message
@@ -71,9 +72,22 @@ def process_once(
 
 
 def cancel(task_id: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
-    """Delete an unsent task in the atomic block, and return whether it did. See `outbox.ext.dbapi.cancel`."""
+    """Take an unsent task out in the atomic block, and return whether it did. See `outbox.ext.dbapi.cancel`."""
     with _statements(using) as statements:
         return statements.cancel(task_id)
+
+
+def run_in_transaction(function: Callable[..., T], *arguments: Any, using: str = DEFAULT_DB_ALIAS) -> T:
+    """Call `function(*arguments)` in an atomic block, and return its result; after a failed replay, do it again.
+
+    See `outbox.ext.dbapi.run_in_transaction`. RuntimeError: it is called in another atomic block.
+    """
+
+    def attempt() -> T:
+        with atomic(using, durable=True):
+            return function(*arguments)
+
+    return dbapi.repeat(attempt)
 
 
 @contextmanager

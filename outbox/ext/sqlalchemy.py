@@ -4,20 +4,21 @@ SQLAlchemy executes their statements, so it logs them (`echo`) and passes them t
 those of `sqlalchemy.exc`, such as IntegrityError.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
 from weakref import proxy
 
 from google.cloud.spanner_dbapi.exceptions import Error
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from outbox import registration
 from outbox.base.values import class_name
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
+from outbox.ext.dbapi import T
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message
@@ -76,9 +77,24 @@ def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str
 
 
 def cancel(session: AnySession, task_id: str) -> bool:
-    """Delete an unsent task in the open transaction, and return whether it did. See `outbox.ext.dbapi.cancel`."""
+    """Take an unsent task out in the open transaction, and return whether it did. See `outbox.ext.dbapi.cancel`."""
     with _statements(session) as statements:
         return statements.cancel(task_id)
+
+
+def run_in_transaction(bind: Engine | sessionmaker[Any], function: Callable[..., T], *arguments: Any) -> T:
+    """Call `function(session, *arguments)` in a transaction, commit, and return its result.
+
+    After a failed replay, do all of it again with a new session. See `outbox.ext.dbapi.run_in_transaction`. An Engine
+    gets sessions whose objects stay readable after the commit.
+    """
+    new = bind if isinstance(bind, sessionmaker) else sessionmaker(bind, expire_on_commit=False)
+
+    def attempt() -> T:
+        with new.begin() as session:
+            return function(session, *arguments)
+
+    return dbapi.repeat(attempt)
 
 
 @contextmanager

@@ -18,12 +18,21 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
-from outbox.inbox.receiver import BatchReceiver, Handle, Missing, PulledMessage, Receiver, Settings, name_of
+from outbox.inbox.receiver import (
+    BatchHandle,
+    BatchReceiver,
+    Handle,
+    Missing,
+    PulledMessage,
+    Receiver,
+    Settings,
+    name_of,
+)
 from outbox.table.transactions import check_database
 
 __all__ = [
-    "BatchHandler", "BatchReceiver", "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage",
-    "Receiver", "Transaction", "process_once", "pushed_message",
+    "BatchHandle", "BatchHandler", "BatchReceiver", "Handle", "Handler", "Key", "Missing", "PulledMessage",
+    "ReceivedMessage", "Receiver", "Transaction", "process_once", "pushed_message",
 ]  # fmt: skip
 
 #: Max messages in one transaction.
@@ -104,7 +113,7 @@ class Handler:
         self._check(handle, "a message")
         return Receiver(self._settings, handle)
 
-    def _check(self, handle: Handle, second: str) -> None:
+    def _check(self, handle: Callable[..., object], second: str) -> None:
         for is_kind, kind in _WITHOUT_EFFECT.items():
             if is_kind(handle):
                 raise TypeError(f"{name_of(handle)} is {kind}. It must be a plain function")
@@ -126,7 +135,8 @@ class BatchHandler(Handler):
     are committed together. If the call or the commit fails, nothing of it is kept, and each message is tried alone, as
     a list of one in a transaction of its own. So a bad message delays no other.
 
-    A decorator like `Handler`. It needs a streaming pull. Only one thread runs the function at a time.
+    A decorator like `Handler`. It needs a streaming pull with several threads, as by default, because a message waits
+    for others on the thread that brought it. Only one thread runs the function at a time.
     """
 
     def __init__(
@@ -163,7 +173,7 @@ class BatchHandler(Handler):
             raise ValueError(f"max_delay is {max_delay!r}. It must be 0 to {MAX_DELAY_SECONDS:,} seconds")
         self._max_batch, self._max_delay = max_batch, max_delay
 
-    def __call__(self, handle: Handle) -> BatchReceiver:
+    def __call__(self, handle: BatchHandle) -> BatchReceiver:  # type: ignore[override]  # it gets a list
         """Return the callback. See `Handler`: `handle` is called with the transaction and the list of messages."""
         self._check(handle, "a list of messages")
         return BatchReceiver(self._settings, handle, self._max_batch, self._max_delay)

@@ -2,8 +2,7 @@
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -12,7 +11,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.base.values import class_name, plain
-from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
+from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
 
@@ -77,8 +76,7 @@ def process_once(
 def record_with(insert_once: Callable[..., bool], message: ReceivedMessage, consumer: str, key: Key) -> bool:
     """Record the task with a function that inserts a row unless its key exists. Return whether it did."""
     row = inbox_row(message, consumer, key)
-    with table_errors():
-        return insert_once(TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
+    return insert_once(TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
 
 
 def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, str]:
@@ -102,20 +100,6 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
         f"message {message_id!r} has {problem}, so it did not come from the outbox. Pass key='message_id' to process "
         "it by its message ID, or let Pub/Sub forward it to a dead-letter topic"
     )
-
-
-@contextmanager
-def table_errors() -> Iterator[None]:
-    """Raise NotReached if the table is missing."""
-    try:
-        yield
-    except Exception as error:
-        if f"Table not found: {TABLE}" not in str(error):
-            raise
-        raise NotReached(
-            f"table {TABLE} is missing in the database of this transaction. Create it in the subscriber's database "
-            "with `outbox schema apply`, and pass a transaction of that database"
-        ) from error
 
 
 def check_choice(name: str, value: object, choices: object) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import partial, update_wrapper
 from itertools import count
 from traceback import walk_tb
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from google.api_core.exceptions import DeadlineExceeded, RetryError, ServiceUnavailable
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -21,10 +21,10 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.base.values import check_finished, counted, listed
 from outbox.errors import InvalidTransaction, MissingTaskId, NotReached
-from outbox.inbox.once import COLUMNS, TABLE, Key, ReceivedMessage, inbox_row, process_once, table_errors
+from outbox.inbox.once import COLUMNS, TABLE, Key, ReceivedMessage, inbox_row, process_once
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.observing import count_delivery, processing
-from outbox.table.transactions import PrimaryKey, existing, insert, transact
+from outbox.table.transactions import PrimaryKey, existing, insert, table_errors, transact
 
 T = TypeVar("T")
 
@@ -32,7 +32,9 @@ T = TypeVar("T")
 Missing: TypeAlias = Literal["nack", "raise"]
 
 #: Changes the subscriber's rows in the transaction before it returns. It must not be `async def`, nor contain `yield`.
-Handle: TypeAlias = Callable[[Transaction, Any], object]
+Handle: TypeAlias = Callable[[Transaction, ReceivedMessage], object]
+#: The same for the messages that arrive together.
+BatchHandle: TypeAlias = Callable[[Transaction, list[ReceivedMessage]], object]
 
 #: Errors that may mean that Spanner is unavailable: each further message would wait for the same timeout.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
@@ -166,7 +168,8 @@ class Receiver:
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
         database = self._settings.database
-        result = transact(database, attempt, **self._settings.transaction_options)
+        with table_errors(TABLE):
+            result = transact(database, attempt, **self._settings.transaction_options)
         check_finished(result, f"run_in_transaction of {type(database).__name__}")
         return result
 
@@ -182,7 +185,8 @@ class Receiver:
             stack.enter_context(_refusing(transaction, _COMMIT, _COMMIT_REFUSED))
             for message in messages:
                 stack.enter_context(_refusing(message, _ACK, _ACK_REFUSED))
-            result = self.handle(transaction, [*messages] if self._takes_list else messages[0])
+            argument: Any = [*messages] if self._takes_list else messages[0]
+            result = self.handle(transaction, argument)
         # A statement whose result is not read was never sent: the client sends a statement when its first row is read.
         check_finished(result, name_of(self.handle), StreamedResultSet)
 
@@ -201,8 +205,8 @@ class BatchReceiver(Receiver):
 
     _takes_list = True
 
-    def __init__(self, settings: Settings, handle: Handle, max_batch: int, max_delay: float) -> None:
-        super().__init__(settings, handle)
+    def __init__(self, settings: Settings, handle: BatchHandle, max_batch: int, max_delay: float) -> None:
+        super().__init__(settings, cast(Handle, handle))  # which `_call` gives a list
         self._batches = Collector[PulledMessage](self._receive_all, max_batch, max_delay)
 
     def __call__(self, message: PulledMessage) -> None:
@@ -231,8 +235,7 @@ class BatchReceiver(Receiver):
     def _receive_together(self, messages: list[PulledMessage]) -> bool:
         """Process and acknowledge the messages. Return whether that succeeded."""
         try:
-            with table_errors():
-                new = self._run(lambda transaction: self._attempt_all(transaction, messages))
+            new = self._run(lambda transaction: self._attempt_all(transaction, messages))
         except NotReached:
             raise
         except Exception as error:

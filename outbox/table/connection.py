@@ -19,11 +19,14 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.services.spanner.transports import SpannerGrpcTransport
 
 from outbox.base.schedules import CALL
+from outbox.errors import NotReached
 from outbox.program.channels import channel, credentials
 from outbox.program.settings import DatabaseSettings, address_of
 
 #: Seconds for a whole Commit with its retries. After that its outcome is unknown.
 COMMIT_SECONDS = 10.0
+#: The client whose traps this module works around. Applications may have an older one.
+CLIENT = (3, 71)
 _TRANSIENT = if_exception_type(google.ServiceUnavailable, google.ResourceExhausted)
 
 #: For the relay's reads, together with a Deadline. Without a Retry, the client restarts an unavailable stream forever.
@@ -124,6 +127,11 @@ def open_database(settings: DatabaseSettings, unary_seconds: float = 0.0) -> Lim
 
     `unary_seconds` replaces UNARY_SECONDS, unless it is 0.
     """
+    if tuple(map(int, spanner.__version__.split(".")[:2])) < CLIENT:
+        raise NotReached(
+            f"google-cloud-spanner {spanner.__version__} is enough for applications, but workers and commands need "
+            "3.71: install spanner-outbox[worker]"
+        )
     endpoint, plaintext = address_of(settings.spanner_endpoint, "SPANNER_EMULATOR_HOST")
     account = credentials("Spanner", plaintext=plaintext)
     with _without_emulator() if endpoint else contextlib.nullcontext():

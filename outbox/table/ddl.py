@@ -1,9 +1,9 @@
 """The DDL of the outbox, which is `schema/schema.sql` with the choices of a user, and its layouts. No client is needed.
 
-A layout is a generated column that numbers the shards of the tasks, and the two indexes that begin with it. A table has
+A layout is a generated column that numbers the shards of the tasks, and the indexes that begin with it. A table has
 one layout, and two while its number of shards changes (`outbox.admin.reshard`). Each task is in all layouts. The first
-layout has the names of schema.sql. The names of the others end with the number of shards: `Shard32`,
-`AsynchronousTasksToSend32`, `AsynchronousTasksInOrder32`. SQL is written with the first names, and `sql` changes them.
+layout has the names of schema.sql. The names of the others end with the number of shards, such as `Shard32` and
+`AsynchronousTasksToSend32`. SQL is written with the first names, and `sql` changes them.
 
 A shard ID names a shard and its layout: 0 to 999 are shards of the first layout, 32,000 to 32,031 are those of Shard32.
 
@@ -31,6 +31,8 @@ MAX_RETENTION_DAYS = 3650
 #: Two parts that each database chooses for itself.
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
 DELETION = "deletion of unsent tasks"
+#: A part of an index, before the name of the column.
+STORED = "stored column"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
 #: Google does not say whether a database role sees the constraints of its tables.
 NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
@@ -42,10 +44,8 @@ OPERATION_NAMES = (
     "retry", "resend", "purge", "cancel", "restore", "stop", "continue", "view", "pause", "resume", "probe",
     "controls", "replay", "reshard",
 )  # fmt: skip
-#: The tasks that operators have cancelled.
-CANCELLED = "AsynchronousTasksCancelled"
 #: Tables that the relay does not need.
-_NOT_OF_RELAY = (OPERATIONS, CANCELLED, "ProcessedTasks")
+_NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
 
 #: Split points for each node, as https://docs.cloud.google.com/spanner/docs/pre-splitting-overview advises.
 POINTS_PER_NODE = 10
@@ -59,7 +59,9 @@ _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
   )"""
 
 
-_NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)\b")
+#: The indexes of a layout.
+INDEXES = ("AsynchronousTasksToSend", "AsynchronousTasksInOrder", "AsynchronousTasksToRestore")
+_NAMES = re.compile(rf"\b({COLUMN}|{'|'.join(INDEXES)})\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,10 @@ def statements(
 
 
 def _kept(statement: str, days: int | None) -> str:
-    """Return the DDL of a table of tasks with this retention. Other statements stay as they are."""
+    """Return the DDL of the table of tasks with this retention. Other statements stay as they are."""
     if days is None:
-        return re.sub(r",\s*ROW DELETION POLICY \(OLDER_THAN\((SentAt|CancelledAt),.+\)$", "", statement)
-    return re.sub(r"(\((?:SentAt|CancelledAt), INTERVAL )\d+", rf"\g<1>{days}", statement)
+        return re.sub(r",\s*ROW DELETION POLICY \(OLDER_THAN\(SentAt,.+\)$", "", statement)
+    return re.sub(r"(\(SentAt, INTERVAL )\d+", rf"\g<1>{days}", statement)
 
 
 def columns() -> dict[str, str]:
@@ -268,8 +270,8 @@ def parse(statement: str) -> tuple[str, dict[str, str]]:
         return f"table {name}", parts
     if match := _INDEX.fullmatch(statement):
         name, table, key, stored = match.groups()
-        definition = f"ON {table} ({key}) STORING ({', '.join(sorted(stored.split(', ')))})"
-        return f"index {name}", {"definition": definition, "state": "READ_WRITE"}
+        columns = {f"{STORED} {each}": f"STORING ({each})" for each in stored.split(", ")}
+        return f"index {name}", {"definition": f"ON {table} ({key})", **columns, "state": "READ_WRITE"}
     if match := _STREAM.fullmatch(statement):
         return f"change stream {match[1]}", {}  # users may choose other options
     raise ValueError(f"not a statement that schema.sql uses: {statement}")
@@ -289,10 +291,10 @@ def part(name: str, text: str) -> dict[str, str]:
 def compare(
     expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]], free: Collection[str]
 ) -> Iterator[str]:
-    """Yield a sentence for each object that is missing and each part that is missing or different.
+    """Yield a sentence for each object that is missing and each part that is missing or does not serve.
 
     The objects are by title and the parts by name. In `found` both are `normalized`. The parts named in `free` may
-    have any text.
+    have any text. Further objects and parts are no difference, so that a table of a newer version serves this one.
     """
     for title, parts in expected.items():
         others = found.get(normalized(title))
@@ -303,20 +305,33 @@ def compare(
             other, text = others.get(normalized(name)), parts[name]
             if other is None:
                 yield f"{title}, {name} is missing: expected {text}"
-            elif normalized(other) != normalized(text):
+            elif not _serves(other, text):
                 yield f"{title}, {name}: the database has {other}, expected {text}"
 
 
+def _serves(found: str, expected: str) -> bool:
+    """Return whether a text is equivalent, or only longer values or a default are allowed in addition."""
+    if "DEFAULT" not in expected.upper():
+        found = re.sub(r" DEFAULT \(.*\)(?= OPTIONS|$)", "", found, flags=re.IGNORECASE | re.DOTALL)
+    lengths = [re.match(r"(string|bytes)\((\d+|max)\)", each.lower()) for each in (found, expected)]
+    if all(lengths):
+        (kind, length), (of_kind, needed) = (each.groups() for each in lengths if each)
+        if kind == of_kind and needed != "max" and (length == "max" or int(length) > int(needed)):
+            found = expected[: expected.index(")")] + found[found.index(")") :]
+    return normalized(found) == normalized(expected)
+
+
 def missing_parts(expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the DDL that adds each missing column and constraint of the tables that exist, by the title of its place.
+    """Return the DDL that adds each missing column, constraint and stored column, by the title of its place.
 
     A column that may not be NULL and has no default is left out, because Spanner cannot add it to a table.
     """
     return {
-        f"{title}, {name}": f"{title} ADD {name} {text}".replace("table ", "ALTER TABLE ", 1)
+        f"{title}, {name}": f"ALTER {title} ADD {name if kind == 'stored' else f'{name} {text}'}"
         for title, parts in expected.items()
         for name, text in parts.items()
-        if name.startswith(("column ", "constraint ")) and normalized(name) not in found[normalized(title)]
+        if (kind := name.partition(" ")[0]) in ("column", "constraint", "stored")
+        if normalized(name) not in found[normalized(title)]
         if "NOT NULL" not in text or "DEFAULT" in text
     }
 

@@ -49,16 +49,16 @@ def layout(database: Database, **request: Any) -> Layout:
     return next(iter(complete(found) or found))
 
 
-def retention(database: Database, table: str = "AsynchronousTasks", **request: Any) -> timedelta | None:
-    """Return how long a table keeps sent or cancelled tasks, or None if it keeps them for ever. Raises NotReached."""
-    [[policy]] = _query(database, _POLICY, request, names=[table.casefold()])
-    days = re.fullmatch(r"older_than(?:sent|cancelled)at,interval(\d+)day", normalized(policy))
+def retention(database: Database, **request: Any) -> timedelta | None:
+    """Return how long sent and cancelled tasks are kept, or None if they are kept for ever. Raises NotReached."""
+    [[policy]] = _query(database, _POLICY, request)
+    days = re.fullmatch(r"older_thansentat,interval(\d+)day", normalized(policy))
     return timedelta(days=int(days[1])) if days else None
 
 
 def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
-    """Return the layouts that contain all tasks, because both of their indexes are complete."""
-    return [each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * 2]
+    """Return the layouts that contain all tasks, because all of their indexes are complete."""
+    return [each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * len(ddl.INDEXES)]
 
 
 def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
@@ -70,9 +70,9 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
     for name, generated in columns:
         parts = ddl.part(f"column {name}", f"({generated}) STORED")
         suffix = name.lower().removeprefix(COLUMN.lower())
-        ends = (f"tosend{suffix}", f"inorder{suffix}")
+        names = {f"{index.lower()}{suffix}" for index in ddl.INDEXES}
         if SHARD_COUNT in parts:
-            states = {index: state for index, state in indexes if index.lower().endswith(ends)}
+            states = {index: state for index, state in indexes if index.lower() in names}
             found[Layout(int(parts[SHARD_COUNT]), suffix)] = states
     if not found:
         raise SchemaDiffers(
@@ -84,7 +84,7 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
 def apply(
     database: Database, wanted: Sequence[str], *, free: Collection[str] = (), **request: Any
 ) -> list[tuple[str, str]]:
-    """Create the missing objects, columns and constraints in one schema update, and wait for it.
+    """Create the missing objects and add the missing parts in one schema update, and wait for it.
 
     An index of a large table takes long. `wanted` is DDL from `statements`. If the table was resharded, its names
     replace those of `wanted`. An object that exists may differ in the parts with names in `free`, such as SHARD_COUNT.
@@ -92,8 +92,9 @@ def apply(
     and then such as ("table AsynchronousTasks, column Id", "added").
 
     Raises:
-        SchemaDiffers: an object exists with another shape, and not only because parts are missing that can be added.
-            Nothing was created.
+        SchemaDiffers: a part has another definition, which Spanner or the rows may not allow to change. Everything else
+            was created and added. Nothing was, if a table lacks a column that cannot be added, because no version of
+            this project has created that table.
         NotReached: Spanner does not answer, or the database or a permission is missing.
         OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
     """
@@ -104,18 +105,46 @@ def apply(
         shapes = dict(map(ddl.parse, wanted))
         found = _read(database, shapes, request)
     existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
-    # An index whose backfill has not finished counts as existing.
     parts = ddl.missing_parts(existing, found)
-    wrong = list(ddl.compare(existing, found, {*free, "state"}))
-    if len(wrong) > len(parts):
-        problem = f"{database.name}: nothing was created, because these objects have a different definition:"
-        raise SchemaDiffers("\n  ".join([problem, *wrong]))
+    # An index whose backfill has not finished counts as existing.
+    differences = list(ddl.compare(existing, found, {*free, "state"}))
+    wrong = [each for each in differences if each.partition(" is missing:")[0] not in parts]
+    if any(" is missing:" in each for each in wrong):
+        why = "nothing was created, as a table lacks a column that cannot be added, so the outbox did not create it:"
+        raise SchemaDiffers("\n  ".join([f"{database.name}: {why}", *differences]))
+    # An index on other columns, or on another table, is not this one.
+    others = {each.partition(", definition:")[0] for each in wrong}
+    parts = {title: statement for title, statement in parts.items() if title.partition(", stored")[0] not in others}
     missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]
     if missing or parts:
         with service_errors(database.name):
             database.update_ddl([*parts.values(), *missing]).result()
-    states = ((title, "exists" if title in existing else "created") for title in shapes)
-    return [*states, *((title, "added") for title in parts)]
+    states = [(title, "exists" if title in existing else "created") for title in shapes]
+    states += [(title, "added") for title in parts]
+    if wrong:
+        changed = [f"{title} ({state})" for title, state in states if state != "exists"]
+        done = f"changed: {', '.join(changed)}. These" if changed else "nothing is missing, but these"
+        why = (
+            f"{done} parts have a different definition. Change them with your own DDL, or drop the index and run again:"
+        )
+        raise SchemaDiffers("\n  ".join([f"{database.name}: {why}", *wrong]))
+    return states
+
+
+def apply_roles(database: Database) -> list[tuple[str, str]]:
+    """Create the missing roles of roles.sql, and execute its grants, in one schema update.
+
+    A role or a grant that exists stays as it is. Return pairs such as ("role publishworker", "created"), with "created"
+    or "exists". Raises NotReached, OutboxError.
+    """
+    statements = ddl.cut(ddl.text("roles.sql"))
+    existing = {role.casefold() for [role] in _query(database, _ROLES, {})}
+    names = re.findall(r"^CREATE ROLE (\w+)$", "\n".join(statements), re.MULTILINE)
+    created = [name for name in names if name.casefold() not in existing]
+    grants = [each for each in statements if not each.startswith("CREATE ROLE ")]
+    with service_errors(database.name):
+        database.update_ddl([*(f"CREATE ROLE {name}" for name in created), *grants]).result()
+    return [(f"role {name}", "created" if name in created else "exists") for name in names]
 
 
 def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
@@ -127,7 +156,8 @@ def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
 
 _POLICY = """
 SELECT IFNULL(ROW_DELETION_POLICY_EXPRESSION, '') FROM INFORMATION_SCHEMA.TABLES
-WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)"""
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks'"""
+_ROLES = "SELECT ROLE_NAME FROM INFORMATION_SCHEMA.ROLES"
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
 # The columns Shard, Shard32 and the like. Id is read too, to tell a missing table from a table without a shard column.
 _LAYOUTS = r"""
@@ -140,8 +170,8 @@ SELECT
         WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks' AND INDEX_STATE IS NOT NULL
         ORDER BY INDEX_NAME)"""
 # The title, a part and its text for all objects in one request. A stored column of an index has no position.
-# Polls cannot use a NULL_FILTERED index. The index with a WHERE clause is left out: the emulator does not report it as
-# NULL_FILTERED, but Spanner might.
+# Polls cannot use a NULL_FILTERED index. The indexes with a WHERE clause are left out: the emulator does not report
+# them as NULL_FILTERED, but Spanner might.
 _PARTS = """
 SELECT CONCAT('table ', TABLE_NAME), 'deletion of unsent tasks', IFNULL(ROW_DELETION_POLICY_EXPRESSION, '')
 FROM INFORMATION_SCHEMA.TABLES
@@ -165,22 +195,23 @@ WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names) AND NOT STARTS_W
 UNION ALL
 SELECT IF(INDEX_TYPE = 'INDEX', CONCAT('index ', INDEX_NAME), CONCAT('table ', TABLE_NAME)),
   IF(INDEX_TYPE = 'INDEX', 'definition', 'primary key'),
-  IF(INDEX_TYPE = 'INDEX', CONCAT('ON ', TABLE_NAME, ' (', KeyColumns, ') STORING (', StoredColumns, ')',
-    IF(IS_NULL_FILTERED AND NOT STARTS_WITH(LOWER(INDEX_NAME), 'asynchronoustasksinorder'), ' NULL_FILTERED', '')),
+  IF(INDEX_TYPE = 'INDEX', CONCAT('ON ', TABLE_NAME, ' (', KeyColumns, ')',
+    IF(IS_NULL_FILTERED AND NOT REGEXP_CONTAINS(LOWER(INDEX_NAME), '^asynchronoustasks(inorder|torestore)'),
+      ' NULL_FILTERED', '')),
     KeyColumns)
 FROM (
   SELECT INDEX_TYPE, INDEX_NAME, TABLE_NAME, IS_NULL_FILTERED,
     ARRAY_TO_STRING(ARRAY(
       SELECT CONCAT(COLUMN_NAME, IF(COLUMN_ORDERING = 'DESC', ' DESC', '')) FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
       WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
-        AND ORDINAL_POSITION IS NOT NULL ORDER BY ORDINAL_POSITION), ', ') AS KeyColumns,
-    ARRAY_TO_STRING(ARRAY(
-      SELECT COLUMN_NAME FROM INFORMATION_SCHEMA.INDEX_COLUMNS AS c
-      WHERE c.TABLE_SCHEMA = '' AND c.TABLE_NAME = i.TABLE_NAME AND c.INDEX_NAME = i.INDEX_NAME
-        AND ORDINAL_POSITION IS NULL ORDER BY COLUMN_NAME), ', ') AS StoredColumns
+        AND ORDINAL_POSITION IS NOT NULL ORDER BY ORDINAL_POSITION), ', ') AS KeyColumns
   FROM INFORMATION_SCHEMA.INDEXES AS i
   WHERE i.TABLE_SCHEMA = '' AND (LOWER(INDEX_NAME) IN UNNEST(@names)
     OR (INDEX_TYPE = 'PRIMARY_KEY' AND LOWER(TABLE_NAME) IN UNNEST(@names))))
+UNION ALL
+SELECT CONCAT('index ', INDEX_NAME), CONCAT('stored column ', COLUMN_NAME), CONCAT('STORING (', COLUMN_NAME, ')')
+FROM INFORMATION_SCHEMA.INDEX_COLUMNS
+WHERE TABLE_SCHEMA = '' AND LOWER(INDEX_NAME) IN UNNEST(@names) AND ORDINAL_POSITION IS NULL
 UNION ALL
 SELECT CONCAT('index ', INDEX_NAME), 'state', IFNULL(INDEX_STATE, 'none') FROM INFORMATION_SCHEMA.INDEXES
 WHERE TABLE_SCHEMA = '' AND LOWER(INDEX_NAME) IN UNNEST(@names)

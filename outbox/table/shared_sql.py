@@ -22,6 +22,8 @@ EACH_TOPIC = "UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic"
 #: The index for ordering keys: the unsent tasks of a topic and key in order.
 IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
 IN_ORDER_ORDER = "Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence, Id"
+#: The index of the cancelled tasks: (Shard, SentAt).
+TO_RESTORE = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToRestore}"
 #: The table by primary key: one seek for each ID of a joined list, so that a transaction locks nothing else.
 BY_ID = "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}"
 #: A join that seeks once for each row on its left.
@@ -91,18 +93,22 @@ LAYOUTS = "SELECT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = '
 EXCLUSIVE = "@{LOCK_SCANNED_RANGES=exclusive}"
 #: Whether the task @id is unsent, and its ordering key, with an exclusive lock of its row. It always returns one row.
 LOCK_UNSENT = f"{EXCLUSIVE}\nSELECT COUNT(*) > 0, MAX(OrderingKey) FROM {BY_ID} WHERE Id = @id AND SentAt IS NULL"
-#: The deferred tasks that become the heads of their keys when the tasks @ids are deleted, with exclusive locks. A
-#: retrying task that has expired blocks no task. A dead task does not count as a head, because it may have expired, or
-#: workers may skip dead tasks. If it does block its key, workers defer the released tasks again.
+#: The columns that a cancel writes, after the ID: the commit timestamp, and who cancels.
+CANCEL_COLUMNS = ("SentAt", "CancelledBy")
+#: The deferred tasks that become the first of their keys when the tasks @ids are taken out, each with the end of its
+#: deferral, with exclusive locks. A retrying task that has expired blocks no task. A dead task does not count as a
+#: head, because it may have expired, or workers may skip dead tasks. If it does block its key, workers defer the
+#: released tasks again.
 NEXT_OF_KEYS = f"""{EXCLUSIVE}
-SELECT task.Id FROM (
+SELECT task.Id, task.AvailableAt FROM (
   SELECT first.Id AS next_id FROM (
     SELECT DISTINCT Topic AS of_topic, OrderingKey AS of_key, Shard AS in_shard
     FROM UNNEST(@ids) AS wanted {SEEK} {BY_ID} AS removed ON removed.Id = wanted
     WHERE OrderingKey IS NOT NULL), UNNEST(ARRAY(
       SELECT AS STRUCT Id FROM {IN_ORDER}
       WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND OrderingKey IS NOT NULL
-        AND SentAt IS NULL AND NOT COALESCE(AvailableAt >= {NEVER_SQL}, FALSE) AND Id NOT IN UNNEST(@ids)
+        AND SentAt IS NULL AND CancelledBy IS NULL AND NOT COALESCE(AvailableAt >= {NEVER_SQL}, FALSE)
+        AND Id NOT IN UNNEST(@ids)
         AND NOT COALESCE(AvailableAt > CURRENT_TIMESTAMP() AND BlockedBy IS NULL
           AND ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
       ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first)

@@ -15,6 +15,8 @@ LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 NO_SEQUENCE = -(2**63)
 NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 
+#: A key that nothing holds is read again within this many seconds, whoever has taken its first tasks out.
+KEY_CHECK_SECONDS = 60.0
 #: A mark that is older than this is final. A newer one may be undone: an at-most-once task is marked first.
 MARKS_FINAL_AFTER = timedelta(minutes=1)
 
@@ -47,9 +49,9 @@ RANGES: dict[str, tuple[str, ...]] = {
     "dead": (f"AvailableAt >= {NEVER_SQL}",),
 }
 UNSENT = tuple(RANGES)
-STATES = (*UNSENT, "sent")
-#: The state of the tasks that operators have cancelled. They are in a table of their own.
+#: The state of the tasks that operators or applications have taken out.
 CANCELLED = "cancelled"
+STATES = (*UNSENT, "sent", CANCELLED)
 #: The states of the tasks that an operator may change or resend. Pending tasks need no retry.
 CHANGED = {
     "retry": ("dead", "sent", "retrying", "scheduled"),
@@ -63,7 +65,8 @@ LEFT_TO_SEND = ("pending", "retrying")
 
 #: The SQL that selects the rows of each state in the whole table.
 CONDITIONS = {name: f"SentAt IS NULL AND ({' OR '.join(ranges)})" for name, ranges in RANGES.items()}
-CONDITIONS["sent"] = "SentAt IS NOT NULL"
+CONDITIONS["sent"] = "SentAt IS NOT NULL AND CancelledBy IS NULL"
+CONDITIONS[CANCELLED] = "SentAt IS NOT NULL AND CancelledBy IS NOT NULL"
 STATE_SQL = "CASE {} END".format(" ".join(f"WHEN {sql} THEN '{name}'" for name, sql in CONDITIONS.items()))
 
 
@@ -72,6 +75,7 @@ def arrow_states(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
     available = columns["AvailableAt"]
     is_later = pc.greater(available, now)
     masks = {  # the first that is true counts
+        CANCELLED: pc.and_(pc.is_valid(columns["SentAt"]), pc.is_valid(columns["CancelledBy"])),
         "sent": pc.is_valid(columns["SentAt"]),
         "dead": pc.greater_equal(available, NEVER),
         "blocked": pc.and_(pc.is_valid(columns["BlockedBy"]), is_later),

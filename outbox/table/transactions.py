@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,7 +19,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.base.schedules import CALL
 from outbox.base.values import check_finished, class_name
-from outbox.errors import InvalidTransaction
+from outbox.errors import InvalidTransaction, NotReached
 
 T = TypeVar("T")
 
@@ -97,10 +97,10 @@ Row = tuple[Any, ...]
 
 
 class Changes(NamedTuple):
-    """The keys that a transaction has inserted, and the tasks that it has deleted."""
+    """The keys that a transaction has inserted, and the tasks that it has cancelled."""
 
     inserted: set[PrimaryKey]
-    deleted: set[str]
+    cancelled: set[str]
 
 
 #: A read does not see the buffered mutations of its own transaction. After ABORTED the client calls the function again
@@ -124,18 +124,15 @@ class SupportsReadInsert(SupportsInsert, Protocol):
         """Return the rows of `keyset`."""
 
 
-class SupportsDelete(Protocol):
-    """Accepts updates and deletes."""
+class SupportsUpdate(Protocol):
+    """Accepts updates."""
 
     def update(self, table: str, columns: Sequence[str], values: Sequence[tuple[Any, ...]], /) -> object:
         """Add one update."""
 
-    def delete(self, table: str, keyset: KeySet, /) -> object:
-        """Add one delete."""
 
-
-class SupportsCancel(SupportsDelete, Protocol):
-    """Accepts queries, updates and deletes: a Spanner Transaction, or a test's fake of one."""
+class SupportsCancel(SupportsUpdate, Protocol):
+    """Accepts queries and updates: a Spanner Transaction, or a test's fake of one."""
 
     def execute_sql(
         self, sql: str, /, *, params: Any, param_types: Any, request_options: Any, retry: Any, timeout: Any
@@ -244,16 +241,38 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
     return names
 
 
+def missing_table(error: Exception, table: str) -> str | None:
+    """Return what to do if the error means that the table does not exist, or None."""
+    if f"Table not found: {table}" not in str(error):
+        return None
+    return (
+        f"table {table} is missing in the database of this transaction. Create it with `outbox schema apply`, or use "
+        "a transaction of the database that has it"
+    )
+
+
+@contextlib.contextmanager
+def table_errors(table: str) -> Iterator[None]:
+    """Raise NotReached if the table is missing."""
+    try:
+        yield
+    except Exception as error:
+        if text := missing_table(error, table):
+            raise NotReached(text) from error
+        raise
+
+
 def existing(
     transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[PrimaryKey], *, tag: str
 ) -> set[PrimaryKey]:
     """Return the keys that the table has, and lock all of `keys` for the transaction.
 
-    Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS.
+    Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS, NotReached if the table is missing.
     """
-    rows = transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **request(tag))
-    # Read to the end, because until then the client blocks the next statement of the transaction.
-    return {tuple(row) for row in rows}
+    with table_errors(table):
+        rows = transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **request(tag))
+        # Read to the end, because until then the client blocks the next statement of the transaction.
+        return {tuple(row) for row in rows}
 
 
 def insert_once(
@@ -263,13 +282,8 @@ def insert_once(
 
     The key stays locked until the commit.
     """
-    inserted, deleted = changes(transaction)
-    if key in inserted:
-        return False
-    # The read still returns a task that this transaction has deleted. A key of one column is a task ID: the keys of
-    # other tables have several.
-    is_deleted = len(key) == 1 and key[0] in deleted
-    if existing(transaction, table, columns[: len(key)], [key], tag=tag) and not is_deleted:
+    inserted = changes(transaction).inserted
+    if key in inserted or existing(transaction, table, columns[: len(key)], [key], tag=tag):
         return False
     insert(transaction, table, columns, [row])
     inserted.add(key)
@@ -277,7 +291,7 @@ def insert_once(
 
 
 def changes(transaction: object) -> Changes:
-    """Return what `transaction` has inserted and deleted. The caller adds to it."""
+    """Return what `transaction` has inserted and cancelled. The caller adds to it."""
     try:
         if (found := _changes.get(transaction)) is None:
             found = _changes[transaction] = Changes(set(), set())

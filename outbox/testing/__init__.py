@@ -19,6 +19,7 @@ from functools import partialmethod
 from random import Random
 from typing import Any, NamedTuple
 
+from google.api_core.exceptions import AlreadyExists, InvalidArgument
 from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest, ModAckRequest
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.spanner_v1 import KeySet
@@ -27,9 +28,9 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.base.values import check_finished, plain
+from outbox.base.values import check_finished, listed, plain
 from outbox.inbox.receiver import place_of
-from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, check_task_id
 from outbox.registration import COLUMNS, TABLE
 from outbox.table.shared_sql import LOCK_UNSENT
 from outbox.table.transactions import check_database
@@ -86,7 +87,9 @@ class RecordingTransaction(Transaction):
         super().__init__(_NoSession())  # type: ignore[no-untyped-call]  # the client has no types
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
-        self._task_ids = frozenset(task_ids)
+        given = [task_ids] if isinstance(task_ids, str) else [*task_ids]
+        self._task_ids = frozenset(map(check_task_id, given))
+        self._existing = {*self._task_ids}  # and those that it inserts
 
     @property
     def inserts(self) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]]:
@@ -102,6 +105,13 @@ class RecordingTransaction(Transaction):
     def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
         rows = [tuple(row) for row in values]
         getattr(Transaction, method)(self, table, columns, rows)  # refuses values that the client cannot send
+        for row in rows:  # what Spanner would refuse in the commit
+            if len(row) != len(columns):
+                raise InvalidArgument(f"{table}: {len(row)} values for the {len(columns)} columns {listed(columns)}")
+            if method == "insert" and table == TABLE:
+                if (id := row[columns.index("Id")]) in self._existing:
+                    raise AlreadyExists(f"Row [{id}] in table {TABLE} already exists")
+                self._existing.add(id)
         self.mutations.append(Mutation(method, table, tuple(columns), rows))
 
     insert = partialmethod(_write, "insert")
@@ -153,6 +163,8 @@ def _call(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[
 
 class _NoSession:
     """Where the methods of the real Transaction that need a database fail."""
+
+    _transaction = None  # old clients read it
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"RecordingTransaction has no session, and so no {name!r}: use a database of the emulator")

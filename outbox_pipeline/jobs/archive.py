@@ -1,12 +1,13 @@
 """`archive`: writes sent and cancelled tasks to Parquet, one window at a time.
 
-`--purge` then deletes the sent ones from the table.
+`--purge` then deletes them from the table.
 """
 
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
@@ -18,8 +19,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, resolved
 from outbox.registration import TABLE
 from outbox.table import schema
-from outbox.table.ddl import CANCELLED
-from outbox.table.states import MARKS_FINAL_AFTER
+from outbox.table.shared_sql import by_ids
+from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
 from outbox_pipeline.jobs.archive_files import (
@@ -31,7 +32,7 @@ from outbox_pipeline.jobs.archive_files import (
     floor,
     rebalanced,
 )
-from outbox_pipeline.source.datasource import read_cancelled, read_tasks
+from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.source.parts import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Rows, map_rows, totals
@@ -41,6 +42,9 @@ from outbox_pipeline.spark.stack_traces import spark_errors
 PURGE_ROWS = 1_000
 _COUNTS = schemas.counts("deleted", "resent", "missing")
 _TAG = "outbox-pipeline-purge"
+#: The columns that tell whether a task is still as archived.
+_ENDED = ("SentAt", "CancelledBy")
+_LOCK = by_ids(f"Id, {', '.join(_ENDED)}", lock=True)
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -114,10 +118,7 @@ class _Job:
 
     def _check_lengths(self, windows: list[tuple[datetime, datetime]]) -> None:
         """Raise OutboxError if Spanner may delete tasks of a window before it is read."""
-        policies = [
-            schema.retention(self.table.database, table, request_options=SCHEMA_OPTIONS) for table in (TABLE, CANCELLED)
-        ]
-        kept = min(filter(None, policies), default=timedelta.max)
+        kept = schema.retention(self.table.database, request_options=SCHEMA_OPTIONS) or timedelta.max
         for since, until in windows:
             if until + MARKS_FINAL_AFTER - since >= kept:
                 raise OutboxError(
@@ -131,13 +132,10 @@ class _Job:
         at = self._read_timestamp(since, until, late=late)
         data = self.files.new_folder(since, until)
         observed = Observation(f"archive {data}")
-        wanted = RowFilter("sent", since=since, until=until)
-        sent = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
-        names = (*sent.columns, "CancelledAt")
-        cancelled = read_cancelled(self.spark, self.settings, names, at, since=since, until=until)
-        both = sent.unionByName(cancelled, allowMissingColumns=True)
+        wanted = RowFilter(("sent", CANCELLED), since=since, until=until)
+        ended = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
-        tasks = rebalanced(archivable(both)).observe(observed, *checksum_columns())
+        tasks = rebalanced(archivable(ended)).observe(observed, *checksum_columns())
         self.files.write(data, tasks)
         window = self.files.finish(
             Window(self.table.name, since, until, at, data=data, files={}, written_at=self.table.now(), **observed.get)
@@ -163,24 +161,20 @@ class _Job:
             )
 
     def purge(self, window: Window, done: Archived) -> None:
-        """Delete the sent tasks of a finished window from the table.
-
-        Not the cancelled ones, which are unsent in the table if they were restored since.
-        """
+        """Delete the tasks of a finished window from the table."""
         selection = {"archive": self.files.path(window.data), "since": window.since, "until": window.until}
         # An interrupted purge is continued under its ID.
         id = window.operation or self.files.log.note_purging(window, operations.new_id(), self.table.now())
         if operations.operation(self.table, id) is None:
             operations.begin(self.table, "purge", selection, OperationId=id, Tasks=0)
-        sent = self.files.read([window]).where("SentAt IS NOT NULL")
-        tasks = sent.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
+        tasks = self.files.read([window]).select("Id", *_ENDED).repartition("Id").sortWithinPartitions("Id")
         counts = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id))
         operations.end(self.table, id)
         self.files.log.note_purged(window, counts, self.table.now())
         done.purged_windows += 1
         for name, number in counts.items():
             setattr(done, name, getattr(done, name) + number)
-        _info(f"purged {counts['deleted']:,} tasks sent from {shown(window.since)} to {shown(window.until)}")
+        _info(f"purged {counts['deleted']:,} tasks of {shown(window.since)} to {shown(window.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
         """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""
@@ -201,23 +195,24 @@ class _Job:
 
 
 def purge_rows(database: DatabaseSettings, operation: str, batches: Iterator[Rows]) -> Iterator[Rows]:
-    """Purge rows with Id and SentAt in a Spark task. Yield the counts of each chunk."""
+    """Purge rows with Id, SentAt and CancelledBy in a Spark task. Yield the counts of each chunk."""
     table = open_table(database)
     for rows in batches:
         for chunk in chunked(rows, PURGE_ROWS):
-            yield [purge_chunk(table, {row["Id"]: row["SentAt"] for row in chunk}, operation)]
+            yield [purge_chunk(table, {row["Id"]: tuple(row[name] for name in _ENDED) for row in chunk}, operation)]
 
 
-def purge_chunk(table: Table, wanted: Mapping[str, datetime], operation: str) -> dict[str, int]:
-    """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
+def purge_chunk(table: Table, wanted: Mapping[str, tuple[Any, ...]], operation: str) -> dict[str, int]:
+    """Delete the tasks that are still as archived, in one transaction. Return the number of each outcome.
 
-    The transaction also adds the number to the row of the operation, so that no attempt is missing there. A task with
-    another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.
+    `wanted` has the archived SentAt and CancelledBy of each ID. The transaction also adds the number to the row of the
+    operation, so that no attempt is missing there. A task with others was sent again, restored or cancelled since: it
+    is `resent`, and stays in the table. A task that does not exist is `missing`.
     """
 
     def work(transaction: Transaction) -> dict[str, int]:
-        found = transaction.query(operator_sql.LOCK_SENT_AT, {"ids": sorted(wanted)})
-        same = [id for id, sent_at in found if sent_at == wanted[id]]
+        found = transaction.query(_LOCK, {"ids": sorted(wanted)})
+        same = [id for id, *ended in found if tuple(ended) == wanted[id]]
         if same:
             transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
             # Last, because all Spark tasks wait for the lock of this row.

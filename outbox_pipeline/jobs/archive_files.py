@@ -361,27 +361,22 @@ class Archive:
 def read_archive(
     spark: SparkSession, path: str, *, since: datetime | None = None, until: datetime | None = None
 ) -> DataFrame:
-    """Return the archived tasks that were sent, or cancelled by operators, from `since` on and before `until`.
+    """Return the archived tasks that were sent or cancelled from `since` on and before `until`.
 
-    Each (Id, SentAt, CancelledAt) occurs once. A sent task has no CancelledAt, and a cancelled task has no SentAt.
-    Only finished windows are read. The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if the log is
-    damaged, or a window does not have its number of tasks.
+    Each (Id, SentAt) occurs once. A task with a CancelledBy was cancelled at SentAt. Only finished windows are read.
+    The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if the log is damaged, or a window does not
+    have its number of tasks.
     """
     archive = Archive(spark, path)
     tasks = archive.read(archive.log.windows(), since, until)
-    tasks = tasks if since is None else tasks.where(_ended() >= since)
-    return tasks if until is None else tasks.where(_ended() < until)
-
-
-def _ended() -> Column:
-    """Return when the task was sent or cancelled."""
-    return f.coalesce("SentAt", "CancelledAt")
+    tasks = tasks if since is None else tasks.where(tasks.SentAt >= since)
+    return tasks if until is None else tasks.where(tasks.SentAt < until)
 
 
 def archivable(tasks: DataFrame) -> DataFrame:
     """Return sent and cancelled tasks with the columns of `schemas.ARCHIVED`."""
     # In UTC, whatever the session's time zone is.
-    micros, day = f.unix_micros(_ended()), f.lit(86_400_000_000)
+    micros, day = f.unix_micros("SentAt"), f.lit(86_400_000_000)
     days = ((micros - f.pmod(micros, day)) / day).cast("int")
     return tasks.withColumn("SentDate", f.date_from_unix_date(days)).select(*schemas.ARCHIVED.fieldNames())
 

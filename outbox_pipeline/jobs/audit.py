@@ -27,7 +27,7 @@ from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs import audit_inputs as inputs
 from outbox_pipeline.jobs import audit_transforms as transforms
 from outbox_pipeline.jobs.archive_files import Archive
-from outbox_pipeline.source.datasource import decoded, read_cancelled, read_tasks
+from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.parts import RowFilter, needed
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder
@@ -94,10 +94,10 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached."""
     table, certifier = open_table(settings), None
     if settings.certificate:
-        from outbox_pipeline.jobs.audit_certified import Certifier, dated  # noqa: PLC0415 - needs the packages of an extra
+        from outbox_pipeline.certificate.certifier import Certifier, dated  # noqa: PLC0415 - needs the packages of an extra
 
         settings = dated(settings, table.now())
-        certifier = Certifier(spark, settings, table.name)
+        certifier = Certifier(spark, settings, table)
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
@@ -145,7 +145,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
 def _rules_and_tasks(
     spark: SparkSession, settings: AuditSettings, table: Table, certifier: Any
 ) -> tuple[transforms.Rules, list[DataFrame]]:
-    """Return the rules of the audit, and the tasks of each source with `transforms.OF_TASKS` and CancelledAt.
+    """Return the rules of the audit, and the tasks of each source with `transforms.OF_TASKS`.
 
     Raises SettingError, OutboxError.
     """
@@ -166,20 +166,18 @@ def _rules_and_tasks(
         )
     if since is not None and since >= until:
         raise SettingError(f"--since {shown(since)} is not before the end of the window, {shown(until)}")
-    columns = (*needed(transforms.OF_TASKS), "CancelledAt")
     tasks = read_tasks(spark, settings, transforms.OF_TASKS, now, RowFilter())
     # Of a record in the inbox, the task can have been sent as long ago as Pub/Sub keeps a message.
     earliest = since - _KEPT if since and settings.inbox else since
     if earliest is not None:
         tasks = tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(earliest)))
-    cancelled = decoded(read_cancelled(spark, settings, columns, now))
-    sources = [tasks.withColumn("CancelledAt", f.lit(None).cast("timestamp")), cancelled]
+    sources = [tasks]
     # A certificate only counts unknown messages of its window, because later tasks may be purged when it is issued.
     known = min(now - transforms.CLOCK_SKEW, until) if certifier else now - transforms.CLOCK_SKEW
     rules = transforms.Rules(since, until, horizon, known, grace)
     if archive:
         used = certifier.covering(windows, rules) if certifier else windows
-        sources.append(decoded(archive.read(used, earliest).select(*columns)))
+        sources.append(decoded(archive.read(used, earliest).select(*needed(transforms.OF_TASKS))))
     return rules, sources
 
 

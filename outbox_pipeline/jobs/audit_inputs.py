@@ -13,11 +13,11 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructType, Times
 
 from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
-from outbox.inbox.once import TABLE, table_errors
+from outbox.inbox.once import TABLE
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
-from outbox.table.transactions import retry_and_timeout
+from outbox.table.transactions import retry_and_timeout, table_errors
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings, format_of
 from outbox_pipeline.jobs.texts import ADDED, ADDED_PREFIXES, EPOCH
@@ -108,7 +108,7 @@ def received(messages: DataFrame, *, base64: bool, certified: bool = False) -> D
         f.try_element_at("attributes", f.lit(TASK_ID_ATTRIBUTE)).alias("task_id"),
         "message_id",
         "publish_time",
-        (sha256 if certified else digest)(f.col("attributes"), f.col("data")).alias("digest"),
+        digest(f.col("attributes"), f.col("data"), certified=certified).alias("digest"),
         (f.col("message_id").isNotNull() & f.col("publish_time").isNotNull() & f.col("attributes").isNotNull()).alias(
             "readable"
         ),
@@ -149,25 +149,16 @@ def _data(messages: DataFrame, *, base64: bool) -> Column:
     return f.coalesce(f.try_to_binary(text, f.lit("base64")), f.lit(b"")) if base64 else f.encode(text, "UTF-8")
 
 
-def digest(attributes: Column, data: Column) -> Column:
-    """Return the digest of a message as an int64, or NULL if the attributes are NULL. NULL data is left out.
+def digest(attributes: Column, data: Column, *, certified: bool = False) -> Column:
+    """Return the digest of a message, or NULL if the attributes are NULL. NULL data is left out.
 
-    It is computed for tasks and for received messages, so that the audit does not shuffle bodies. The hash finds
-    corruption, not forgeries. 64 bits suffice, because each message is compared with its own task only.
+    It is computed for tasks and for received messages, so that the audit does not shuffle bodies. The int64 of an audit
+    finds corruption, which suffices, because each message is compared with its own task only. The SHA-256 of a
+    certificate also finds forgeries.
     """
     entries = f.sort_array(f.map_entries(f.map_filter(attributes, _is_registered)))
-    return f.when(attributes.isNotNull(), f.xxhash64(entries, data))
-
-
-def sha256(attributes: Column, data: Column) -> Column:
-    """Return the digest of a message that also finds forgeries, as `attributes.sha256_of`. NULL data is empty.
-
-    Without a message, it is the digest of no line.
-    """
-    entries = f.map_entries(f.map_filter(attributes, _is_registered))
-    lines = f.transform(entries, lambda each: f.concat_ws(" ", f.sha2(each["key"], 256), f.sha2(each["value"], 256)))
-    all_lines = f.concat(f.array(f.sha2(f.coalesce(data, f.lit(b"")), 256)), f.sort_array(lines))
-    return f.sha2(f.coalesce(f.concat(f.array_join(all_lines, "\n"), f.lit("\n")), f.lit("")), 256)
+    whole = f.sha2(f.to_json(f.struct(entries.alias("a"), f.sha2(data, 256).alias("d"))), 256)
+    return f.when(attributes.isNotNull(), whole if certified else f.xxhash64(entries, data))
 
 
 def _is_registered(name: Column, _: Column) -> Column:
@@ -198,7 +189,7 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
 def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: int = 0) -> Iterator[list[Any]]:
     """Yield TaskId and ProcessedAt of a range of task IDs, undecoded. Raises NotReached if the table is missing."""
     database: Any = open_database(settings, CALL_SECONDS)
-    with table_errors(), database.snapshot() as snapshot:
+    with table_errors(TABLE), database.snapshot() as snapshot:
         yield from snapshot.read(
             TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
             request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},

@@ -12,12 +12,12 @@ from pyspark.sql import functions as f
 
 from outbox.table.states import MARKS_FINAL_AFTER, RANGES
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit_inputs import digest, sha256
+from outbox_pipeline.jobs.audit_inputs import digest
 
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = (
     "Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "AtMostOnce",
-    "TimesSent", "SentAt",
+    "TimesSent", "SentAt", "CancelledBy",
 )  # fmt: skip
 #: Each task of the window is in one of these states, described in docs/pipeline/audit.md.
 STATES = ("delivered", "late", "lost", "arriving", "pending", "dead", "cancelled")
@@ -57,11 +57,11 @@ class Rules:
 
 
 def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFrame:
-    """Return a row for each sending, unsent or cancelled task with OF_TASKS and CancelledAt.
+    """Return a row for each sending, unsent or cancelled task with OF_TASKS.
 
-    With `bodies`, the digest covers the data. With `certified`, it is the digest of certificates.
+    A cancelled task has `cancelled_at` instead of `sent_at`. With `bodies`, the digest covers the data. With
+    `certified`, it is the digest of certificates.
     """
-    of_message = sha256 if certified else digest
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.expr(RANGES["dead"][0]), f.lit(False))
     return tasks.select(
@@ -70,12 +70,12 @@ def sends(tasks: DataFrame, *, bodies: bool, certified: bool = False) -> DataFra
         key.alias("key"),
         f.col("Sequence").alias("sequence"),
         f.col("CreatedAt").alias("created_at"),
-        f.col("SentAt").alias("sent_at"),
-        f.col("CancelledAt").alias("cancelled_at"),
+        f.when(f.col("CancelledBy").isNull(), f.col("SentAt")).alias("sent_at"),
+        f.when(f.col("CancelledBy").isNotNull(), f.col("SentAt")).alias("cancelled_at"),
         f.coalesce("TimesSent", f.lit(0)).alias("times_sent"),
         f.col("AtMostOnce").alias("at_most_once"),
         dead.alias("dead"),
-        of_message(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
+        digest(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None), certified=certified).alias("digest"),
     )
 
 
@@ -85,7 +85,7 @@ def once(sendings: DataFrame) -> DataFrame:
     A cancelled task is not counted if it was restored: a later row has the same ID and CreatedAt.
     """
     of_id = Window.partitionBy("task_id").orderBy("created_at", _ended().asc_nulls_last())
-    is_same = f.col("cancelled_at").isNotNull() | (_ended() == f.lead(_ended()).over(of_id))
+    is_same = f.col("cancelled_at").isNotNull() | _ended().eqNullSafe(f.lead(_ended()).over(of_id))
     is_followed = (f.lead("created_at").over(of_id) == f.col("created_at")) & is_same
     return sendings.withColumn("followed", is_followed).where("followed IS NOT TRUE").drop("followed")
 
@@ -150,8 +150,8 @@ def _bounded(sendings: DataFrame) -> DataFrame:
 
     A task is marked after its message was published, so a message published between two SentAt of an ID belongs to the
     later one. The bound is SentAt plus the clock skew, but at most the middle between this SentAt and the next. An
-    at-most-once task is marked first, and published until its mark is final. A cancelled task has CancelledAt instead,
-    and can be published until its worker notices the cancel.
+    at-most-once task is marked first, and published until its mark is final. A cancelled task can be published until
+    its worker notices the cancel.
     """
     of_id = Window.partitionBy("task_id").orderBy(_ended().asc_nulls_last(), "created_at")
     micros, next_micros = f.unix_micros(_ended()), f.unix_micros(f.lead(_ended()).over(of_id))

@@ -1,9 +1,5 @@
-"""IDs and digests of rows and messages, and members of JSON objects, in plain Python.
+"""IDs of rows, and members of JSON objects, in plain Python. Applications, which need the IDs, need no Spark."""
 
-Applications, which need the IDs, and auditors, who need the digests, need no Spark.
-"""
-
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -140,18 +136,3 @@ def _punctuation(text: str, place: int, allowed: str) -> tuple[str, int]:
 #: dead-letter topic, see https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
 ADDED = (TASK_ID_ATTRIBUTE, "ordering_key")
 ADDED_PREFIXES = ("goog", "CloudPubSubDeadLetter")
-
-
-def sha256_of(data: bytes, attributes: Mapping[str, str]) -> str:
-    """Return the digest of a message, as `received.sha256` computes it with Spark (docs/pipeline/certificate.md)."""
-    registered = {name: attributes[name] for name in attributes if name not in ADDED}
-    lines = [
-        f"{_hex(name.encode())} {_hex(text.encode())}"
-        for name, text in registered.items()
-        if not name.startswith(ADDED_PREFIXES)
-    ]
-    return _hex("".join(f"{each}\n" for each in [_hex(data), *sorted(lines)]).encode())
-
-
-def _hex(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

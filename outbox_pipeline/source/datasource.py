@@ -27,7 +27,7 @@ from outbox.admin.table import LayoutChanged, too_old
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import MOMENT, DatabaseSettings, SettingType, one_of, resolved, whole_number
-from outbox.table.states import LONG_AGO, STATES
+from outbox.table.states import CANCELLED, STATES
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register_rows import REJECTS, check, complete, new_run, register_rows
 from outbox_pipeline.jobs.texts import MICROSECOND
@@ -123,29 +123,6 @@ def read_tasks(
     return read_parts(spark, reader.read, reader.planned(wanted, at), schema)
 
 
-def read_cancelled(
-    spark: SparkSession,
-    database: DatabaseSettings,
-    names: Sequence[str],
-    at: datetime,
-    *,
-    since: datetime = LONG_AGO,
-    until: datetime | None = None,
-) -> DataFrame:
-    """Return the tasks that operators cancelled from `since` on and before `until`, as of `at`.
-
-    `names` are columns of the table, which have the values that they had before the cancel, and CancelledAt.
-    """
-    schema = StructType([schemas.ARCHIVED[name] for name in names])
-
-    def read(end: datetime) -> Iterator[pa.RecordBatch]:
-        for each in parts.cancelled(open_table(database), names, since, end, at):
-            yield parts.arrow_batch(each, schemas.arrow(schema), at)
-
-    # In one Spark task, because operators cancel few tasks.
-    return read_parts(spark, read, [until or at + MICROSECOND], schema)
-
-
 def decoded(tasks: DataFrame) -> DataFrame:
     """Add the columns `Attributes` and `Payload` to tasks with `Id` and `Data`, from the table or from the archive."""
     return tasks.mapInArrow(_decode, StructType([*tasks.schema, *_DECODED]))
@@ -217,14 +194,15 @@ class OutboxReader(_Reading, DataSourceReader):
         since, until = (resolved(options[name], at) if name in options else None for name in ("since", "until"))
         if since and until and since >= until:
             raise SettingError(f"Option since: {shown(since)} is not before until, {shown(until)}")
-        return self.planned(RowFilter(options.get("state"), options.get("topic"), since, until), at)
+        states = (options["state"],) if "state" in options else ()
+        return self.planned(RowFilter(states, options.get("topic"), since, until), at)
 
     def planned(self, selection: RowFilter, at: datetime) -> Sequence[InputPartition]:
         """Return the parts of a selection as of `at`."""
         table = self._table
         table.read_layout()
         found: Sequence[parts.Part] = parts.key_parts(self._count)
-        if selection.state == "sent" and selection.since:
+        if selection.since and selection.states and {*selection.states} <= {"sent", CANCELLED}:
             until = min(filter(None, (selection.until, at + MICROSECOND)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
                 found = parts.sent_parts(table.layout.ids, selection.since, until, self._count)
@@ -291,7 +269,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
 
     @without_stack_trace()
     def latestOffset(self, start: dict[str, str] | None = None, limit: Any = None) -> dict[str, str]:  # noqa: N802 - `start` and `limit` are of Spark 4.2
-        """Return the end of the next batch, or `start` if no task was sent since, so that Spark runs no batch."""
+        """Return the end of the next batch, or `start` if no task has a later SentAt, so that Spark runs no batch."""
         if self._first is not None:
             self._last, self._first = _offset(self._first), None
             return self._last
@@ -322,14 +300,14 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             )
         # OUT-SPARK-2: `since` is exclusive, and `until` inclusive.
         found = parts.sent_parts(table.layout.ids, since + MICROSECOND, until + MICROSECOND, self._count)
-        selection = RowFilter(topic=self._parsed[0].get("topic"))
+        selection = RowFilter(("sent",), self._parsed[0].get("topic"))
         return [InputPartition((part, selection, at, table.layout)) for part in found]
 
     def _end(self, since: datetime, until: datetime, now: datetime, most: int) -> datetime | None:
-        """Return the end of the batch after `since`, at most `until`, or None if no task was sent in this time.
+        """Return the end of the batch after `since`, at most `until`, or None if no task has a SentAt in this time.
 
-        The batch has at most `most` tasks (0 is no limit) if each shard has at most its share of them. The tasks of one
-        commit have the same SentAt, so they are in one batch even if they are more.
+        The batch has at most `most` tasks (0 is no limit) if each shard has at most its share of them, with cancelled
+        ones. The tasks of one commit have the same SentAt, so they are in one batch even if they are more.
         """
         ids = self._table.layout.ids
         try:

@@ -8,7 +8,7 @@ BOOL (https://cloud.google.com/spanner/docs/reference/rest/v1/TypeCode).
 import itertools
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import reduce
 from operator import attrgetter
@@ -20,10 +20,9 @@ import pyarrow.compute as pc
 from google.cloud.spanner_v1 import KeyRange, KeySet
 from pyspark.sql.types import BinaryType, BooleanType, DataType, LongType, StringType, TimestampType
 
-from outbox.admin.operator_sql import CANCELLED_INDEX, CANCELLED_SHARDS
 from outbox.base.values import chunked
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.table.ddl import CANCELLED, LayoutShards, by_layout
+from outbox.table.ddl import LayoutShards, by_layout
 from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox.table.states import arrow_states
 from outbox_pipeline import schemas
@@ -35,13 +34,14 @@ ARROW_ROWS, ARROW_BYTES = 2_000, 8_000_000
 #: The columns in the index. Only the others must be read from the table.
 INDEXED = (
     "Id", "Shard", "SentAt", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Bytes", "Attempts",
+    "BlockedBy", "DueAt", "CancelledBy",
 )  # fmt: skip
 #: The size of the sample, and the share of tasks below which an index read is faster. Reading a task by its key after
 #: an index read costs about three times as much as reading it in a scan.
 SAMPLED, INDEX_PAYS = 500, 1 / 3
 #: The columns from which a derived column is computed.
 NEEDS = {
-    "State": ("SentAt", "AvailableAt", "Attempts", "BlockedBy"),
+    "State": ("SentAt", "CancelledBy", "AvailableAt", "Attempts", "BlockedBy"),
     "Attributes": ("Id", "Data"),
     "Payload": ("Id", "Data"),
 }
@@ -62,8 +62,8 @@ def needed(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def column(name: str, values: Sequence[Any]) -> pa.Array:
-    """Return the values of one column of the table, or CancelledAt."""
-    field = schemas.ARCHIVED[name]
+    """Return the values of one column of the table."""
+    field = schemas.TABLE[name]
     if isinstance(field.dataType, LongType | TimestampType):
         # Only NULL has an empty text.
         texts = pa.array([value.string_value or None for value in values], pa.string())
@@ -116,13 +116,13 @@ def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> Columns:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """A selection of tasks.
+    """A selection of tasks. Without `states`, a task may have any.
 
-    `since` is inclusive, `until` exclusive. They apply to the SentAt of a sent task and the CreatedAt of any other
-    task.
+    `since` is inclusive, `until` exclusive. They apply to the SentAt of a sent or cancelled task and the CreatedAt of
+    any other task.
     """
 
-    state: str | None = None
+    states: tuple[str, ...] = ()
     topic: str | None = None
     since: datetime | None = None
     until: datetime | None = None
@@ -130,7 +130,7 @@ class RowFilter:
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the columns that the selection depends on."""
-        names = ["State"] if self.state else []
+        names = ["State"] if self.states else []
         names += ["Topic"] if self.topic is not None else []
         names += ["SentAt", "CreatedAt"] if self.since or self.until else []
         return tuple(names)
@@ -138,8 +138,8 @@ class RowFilter:
     def mask(self, columns: Columns, at: datetime) -> pa.Array | None:
         """Return a mask of the selected tasks, or None if all are selected."""
         masks = []
-        if self.state:
-            masks.append(pc.equal(arrow_states(pc, columns, at), self.state))
+        if self.states:
+            masks.append(pc.is_in(arrow_states(pc, columns, at), pa.array(self.states)))
         if self.topic is not None:
             masks.append(pc.equal(columns["Topic"], self.topic))
         if self.since or self.until:
@@ -173,7 +173,7 @@ class KeyPart:
 
 @dataclass(frozen=True, slots=True)
 class SentPart:
-    """Tasks of some shards that were sent in a period, read through the index, so the cost depends on their number.
+    """Tasks of some shards whose SentAt is in a period, read through the index, so the cost depends on their number.
 
     The reader may be another process, and find another layout than that of `shards` in the table. `since` is inclusive
     and `until` exclusive.
@@ -191,18 +191,20 @@ class SentPart:
     @property
     def keys(self) -> KeySet:
         """Return the ranges of the index."""
-        return _ranges(self.shards.numbers, self.since, self.until)
+        bounds = [([each, self.since], [each, self.until]) for each in self.shards.numbers]
+        return KeySet(ranges=[KeyRange(start_closed=start, end_open=end) for start, end in bounds])
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the ranges of the index and then the tasks by key."""
         found = tuple(name for name in INDEXED if name in {*names, "Id", "Bytes", "Topic"})
         rows = table.rows(found, self.keys, at, index=self.index)
-        narrowed = RowFilter(topic=selection.topic)
+        narrowed = replace(selection, since=None, until=None)
         for columns in _selected(_batches(rows, found), narrowed, at):
             if set(names) <= set(found):
                 yield columns
                 continue
-            yield from _batches(table.rows(names, _keys(columns), at), names)
+            keys = KeySet(keys=[[id] for id in columns["Id"].to_pylist()])
+            yield from _batches(table.rows(names, keys, at), names)
 
 
 Part = KeyPart | SentPart
@@ -215,7 +217,7 @@ def key_parts(count: int) -> list[KeyPart]:
 
 
 def sent_parts(shards: Sequence[int], since: datetime, until: datetime, count: int) -> list[SentPart]:
-    """Return parts for the tasks sent from `since` to `until`, divided by shards, and by time if `count` is larger."""
+    """Return parts for SentAt from `since` to `until`, divided by shards, and by time if `count` is larger."""
     groups = [each for start in range(min(count, len(shards))) for each in by_layout(shards[start::count])]
     slices = -(-count // len(groups))
     step = max((until - since) / slices, MICROSECOND)
@@ -223,27 +225,8 @@ def sent_parts(shards: Sequence[int], since: datetime, until: datetime, count: i
     return [SentPart(group, *pair) for pair in itertools.pairwise(times) for group in groups]
 
 
-def cancelled(table: Table, names: Sequence[str], since: datetime, until: datetime, at: datetime) -> Iterator[Columns]:
-    """Read tasks that operators cancelled from `since` on and before `until`, as of `at`. Their `SentAt` is NULL."""
-    indexed, keys = ("Id", "Bytes"), _ranges(range(CANCELLED_SHARDS), since, until)
-    rows = table.rows(indexed, keys, at, table=CANCELLED, index=CANCELLED_INDEX)
-    there = [name for name in names if name != "SentAt"]
-    columns = ["CancelledShard" if name == "Shard" else name for name in there]
-    for found in _batches(rows, indexed):
-        for batch in _batches(table.rows(columns, _keys(found), at, table=CANCELLED), there):
-            yield {**batch, "SentAt": pa.nulls(len(batch["Id"]))}
-
-
-def _ranges(shards: Iterable[int], since: datetime, until: datetime) -> KeySet:
-    return KeySet(ranges=[KeyRange(start_closed=[each, since], end_open=[each, until]) for each in shards])
-
-
-def _keys(found: Columns) -> KeySet:
-    return KeySet(keys=[[id] for id in found["Id"].to_pylist()])
-
-
 def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) -> float:
-    """Estimate the share of all tasks that were sent from `since` to `until`.
+    """Estimate the share of all tasks with a SentAt from `since` to `until`.
 
     The sample starts at a random UUID, or at the start of the table if no ID follows that UUID.
     """

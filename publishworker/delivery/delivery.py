@@ -34,6 +34,7 @@ from publishworker.types import (
     Published,
     RowChange,
     Skipped,
+    TakenOut,
     Unmarked,
     Version,
 )
@@ -60,8 +61,8 @@ class Delivery:
     """Delivers one batch, on a thread of its own.
 
     After an abort, the next attempt of the transaction locks the rows again. It publishes only tasks that have no
-    answer yet, and failed tasks whose rows have changed since. It marks the tasks that any attempt has published,
-    unless their rows are gone, sent, or hold another message now.
+    answer yet, and failed tasks whose rows have changed since. It marks the tasks that any attempt has published, also
+    if they were cancelled meanwhile, unless their rows are gone, sent, or hold another message now.
     """
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
@@ -113,31 +114,23 @@ class Delivery:
                 self._release_first_tasks()
         except StoreError as error:
             self._begin_marking(error)
-        delivered = self._delivered()
-        self._record_cancelled(delivered.cancelled())
-        return delivered
+        return self._delivered()
 
     def mark_again(self) -> Iterator[Unmarked | Cancelled]:
         """Mark again, in transactions that publish nothing.
 
-        Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up. At
-        the end, yield the tasks that were cancelled meanwhile.
+        Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
+        Yield a Cancelled for marked tasks that had been taken out.
         """
         if self._mark_retry is not None:
-            to_mark = self._mark_retry.unmarked
-            for report in self._mark_retry.run():
-                to_mark -= set(report.claim.ids if report.given_up else ())
-                yield report
-            found = self._delivered().cancelled().items()
-            if cancelled := {id: message_id for id, message_id in found if id in to_mark}:
-                self._record_cancelled(cancelled)
-                yield Cancelled(self.claim, cancelled)
+            yield from self._mark_retry.run()
             if self._timing.transactions > 1:
                 self._release_first_tasks()
 
-    def write_again(self, claim: Claim) -> None:
-        """Write the marks of a part of the claim. Raises StoreError."""
+    def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
+        """Write the marks of a part of the claim. Return its published tasks that were taken out. Raises StoreError."""
         self._transact(claim, lambda rows, _now: self._results.remaining_changes(claim.locks, rows))
+        return self._results.taken_out(claim.ids)
 
     def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task whose mark is not written."""
@@ -152,7 +145,7 @@ class Delivery:
 
         def decide_and_release(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             nonlocal changes
-            changes = decide(rows, now)
+            changes = {**rules.ended_again(rows), **decide(rows, now)}
             if claim.keys:
                 changes = {**changes, **rules.release_changes(claim, rows, changes, now, self._policy)}
             return changes
@@ -161,12 +154,6 @@ class Delivery:
         if changes:
             self._tools.marking.committed()
         return committed
-
-    def _record_cancelled(self, message_ids: Mapping[str, str]) -> None:
-        """Add tasks to the records of the operations that cancelled them. If that fails, only the log names them."""
-        if message_ids:
-            with contextlib.suppress(StoreError):
-                self._tools.store.record_published(message_ids)
 
     def _release_first_tasks(self) -> None:
         """Make the first task of each ordering key ready if another worker has deferred it.
@@ -230,7 +217,7 @@ class Delivery:
             skipped=results.decided(Skipped),
             recorded=results.decided(NotSent),
             deferred=results.decided(Deferred, without=unmarked),
-            deleted=frozenset(results.deleted),
+            cancelled=results.taken_out(set(self.claim.ids) - unmarked),
             unmarked=unmarked,
             latencies=dict(self._timing.latencies),
             phases=dict(self._timing.phases),
@@ -249,15 +236,16 @@ class Results:
         self._versions: dict[str, Version] = {}
         #: The last decision about each task that gets no SentAt.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
-        #: The published tasks whose rows were missing, or registered again, at the last lock.
-        self.deleted: set[str] = set()
+        #: The published tasks that the last lock has found cancelled, each with its CancelledBy. None: the row was
+        #: missing, or registered again.
+        self._cancelled_by: dict[str, str | None] = {}
 
     def begin_attempt(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
         """Forget earlier decisions about the claimed `ids`, and the failures of locked rows that have changed.
 
         Record the versions of rows without an answer.
         """
-        self._find_deleted(ids, rows)
+        self._find_taken_out(ids, rows)
         for id in ids if self._decided else ():
             self._decided.pop(id, None)
         for row in rows if self.answers else ():
@@ -289,7 +277,8 @@ class Results:
 
     def record(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
         """Record decisions. A task that is marked as sent needs none, because it has an answer."""
-        self._decided |= {id: each for id, each in decisions.items() if not isinstance(each, Published)}
+        kinds = (Skipped, NotSent, Deferred)
+        self._decided |= {id: each for id, each in decisions.items() if isinstance(each, kinds)}
 
     def decided(self, kind: type[_T], *, without: Collection[str] = ()) -> dict[str, _T]:
         """Return the decisions of a kind, except those about the tasks in `without`."""
@@ -309,18 +298,20 @@ class Results:
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
         if the row is unchanged, or if an earlier part of this batch has written it.
         """
-        self._find_deleted(ids, rows)
+        self._find_taken_out(ids, rows)
         published, unwritten = self.published(), self._unwritten()
-        unsent = [row for row in rows if row.sent_at is None]
         still_needed = {
             row.id: change
-            for row in unsent
+            for row in rows
+            if row.sent_at is None
+            if row.cancelled_by is None
             if (change := unwritten.get(row.id)) is not None
             and Version.of(row) in (self._versions[row.id], self._versions[row.id].after(change))
         }
         self.forget_unwritten(ids)
         self._decided |= still_needed
-        ids_to_mark = (row.id for row in unsent if row.id in published and published[row.id].has_message_of(row))
+        left = (row for row in rows if row.id in published and not row.is_sent)
+        ids_to_mark = (row.id for row in left if published[row.id].has_message_of(row))
         return {**dict.fromkeys(ids_to_mark, MARKED), **still_needed}
 
     def forget_unwritten(self, ids: Collection[str]) -> None:
@@ -328,12 +319,27 @@ class Results:
         for id in self._unwritten().keys() & set(ids):
             del self._decided[id]
 
-    def _find_deleted(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
-        """Record which published tasks among `ids` are deleted: not in the locked rows, or registered again."""
+    def taken_out(self, ids: Collection[str]) -> dict[str, TakenOut]:
+        """Return the published tasks among `ids` that the last lock has found cancelled or deleted."""
+        found = {id: by for id, by in self._cancelled_by.items() if id in ids}
+        answers = ((id, self.answers[id], by) for id, by in found.items())
+        return {id: TakenOut(answer.message_id, by) for id, answer, by in answers if isinstance(answer, Published)}
+
+    def _find_taken_out(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+        """Record which published tasks among `ids` are cancelled, or deleted: not locked, or registered again.
+
+        A sent one stays recorded, because the mark may be that of an earlier attempt, whose commit was not answered.
+        """
         if published := self.published():
             by_id = {row.id: row for row in rows}
-            found = {id for id in ids if id in published and not published[id].is_of_task(by_id.get(id))}
-            self.deleted = self.deleted.difference(ids) | found
+            for id in published.keys() & set(ids):
+                row = by_id.get(id)
+                if row is None or not published[id].is_of_task(row):
+                    self._cancelled_by[id] = None
+                elif row.cancelled_by is not None and published[id].has_message_of(row):
+                    self._cancelled_by[id] = row.cancelled_by
+                elif not row.is_sent:
+                    self._cancelled_by.pop(id, None)
 
     def _unwritten(self) -> dict[str, NotSent | Deferred]:
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}

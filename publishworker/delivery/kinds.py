@@ -1,7 +1,7 @@
 """The other two kinds of delivery: `MarkFirst`, at most once, and `Deferral`, which publishes nothing."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -23,6 +23,7 @@ from publishworker.types import (
     Published,
     RowChange,
     Skipped,
+    TakenOut,
 )
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
@@ -59,8 +60,8 @@ class MarkFirst(Delivery):
         self._undo()
         return replace(self._delivered(), unconfirmed=tuple(self._unconfirmed))
 
-    def write_again(self, claim: Claim) -> None:
-        """Undo the marks of a part. Raises StoreError.
+    def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
+        """Undo the marks of a part. Raises StoreError. A task that is marked first cannot be cancelled.
 
         A part that Spanner refused to mark has no marks: raise its error until the hold is over or the worker exits, so
         that the batch keeps its tasks. Then do nothing, so that polls find them again.
@@ -71,6 +72,7 @@ class MarkFirst(Delivery):
                 raise self._held.get(claim) or next(iter(self._held.values()))
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
+        return {}
 
     def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task whose mark is not undone."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
 from publishworker.host import Host
 from publishworker.spanner.write_errors import Refused, StoreError
-from publishworker.types import Claim, MarkState, Unmarked
+from publishworker.types import Cancelled, Claim, MarkState, Unmarked
 
 if TYPE_CHECKING:
     from publishworker.delivery.delivery import Delivery
@@ -88,12 +88,15 @@ class MarkRetry:
         #: Parts that cannot be written while others can.
         self._failed = set(failed if marking.refused <= MAX_REFUSED else ())
         self._set_parts([part for part in parts if part.locks])
-        self._to_report = [each for part, error in failed.items() for each in self._unmarked(part, error)]
+        self._to_report: list[Unmarked | Cancelled] = [
+            each for part, error in failed.items() for each in self._unmarked(part, error)
+        ]
 
-    def run(self) -> Iterator[Unmarked]:
+    def run(self) -> Iterator[Unmarked | Cancelled]:
         """Mark again after growing pauses.
 
         Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
+        Yield a Cancelled after each commit that has found tasks cancelled, whatever other rows wait for.
         """
         backoff = Backoff(MARKING, self._marking.random)
         while self._parts:
@@ -139,7 +142,8 @@ class MarkRetry:
 
     def _mark(self, part: Claim) -> StoreError | None:
         try:
-            self._batch.write_again(part)
+            if taken_out := self._batch.write_again(part):
+                self._to_report.append(Cancelled(part, taken_out))
         except StoreError as error:
             self._error = error
             return error

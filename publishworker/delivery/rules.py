@@ -21,7 +21,7 @@ from random import Random
 from outbox.base.schedules import Schedule
 from outbox.base.values import shown
 from outbox.table.controls import TopicControls
-from outbox.table.states import NEVER, first_due, is_dead
+from outbox.table.states import KEY_CHECK_SECONDS, NEVER, first_due, is_dead
 from publishworker.pubsub.failures import FailureKind, failure_kind, is_refused
 from publishworker.pubsub.publisher import trace_id
 from publishworker.types import (
@@ -29,6 +29,7 @@ from publishworker.types import (
     Answer,
     Claim,
     Deferred,
+    EndedAgain,
     Failed,
     Kind,
     LockedRow,
@@ -39,8 +40,6 @@ from publishworker.types import (
     Version,
 )
 
-#: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
-CHECK_SECONDS = 60.0
 #: Max characters of LastError, including the reason that it begins with.
 MAX_ERROR_CHARACTERS = 1_000
 
@@ -89,16 +88,16 @@ class RetryPolicy:
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
-        The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
-        deleted or changed by SQL. One short deferral would be enough, because the commit that sends its task releases
-        the next one. The second one helps if the first of the two tasks is deleted, too.
+        The deferral of the first task is short, so that a poll soon finds the key even if the head was changed by
+        SQL. Whoever takes a task out of the key releases the next one, or lets its deferral end as soon, so one of them
+        is always short.
 
         The other deferrals end within `longest` seconds. Otherwise the tasks behind a dead head would look dead, too.
         All end when the head expires, because an expired head blocks no task.
         """
         if head.expires_at is not None:
             available_at = min(available_at, max(head.expires_at, now))
-        for seconds in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
+        for seconds in chain([min(KEY_CHECK_SECONDS, self.longest)], repeat(self.longest)):
             yield Deferred(min(available_at, now + timedelta(seconds=seconds)), head.id)
 
 
@@ -122,9 +121,9 @@ def skip_reasons(
     """Return the skip reason of each task of the claim that this transaction must not publish.
 
     `published` are the tasks that an earlier attempt of the transaction has published. They still need their mark, so
-    they are skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that
-    is skipped as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead
-    and the policy skips dead tasks.
+    they are skipped only if their rows are gone, sent, or no longer hold the message that was published. A cancelled
+    one gets its mark, because the row tells what subscribers have. A task that is skipped as "not_due" or as
+    "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and the policy skips dead tasks.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Skipped] = {}
@@ -133,10 +132,8 @@ def skip_reasons(
         row, version = by_id.get(id), published.get(id)
         if row is None:
             reasons[id] = Skipped("gone")
-        elif row.sent_at is not None:
-            reasons[id] = Skipped("sent")
-        elif version is not None and not version.has_message_of(row):
-            reasons[id] = Skipped("changed")
+        elif settled := _settled(row, version):
+            reasons[id] = settled
         elif version is not None:
             continue
         elif (row.topic, row.ordering_key) != (claim.topic, key):
@@ -148,6 +145,15 @@ def skip_reasons(
             if key is not None and _blocks_key(row, now, policy):
                 blocked.add(key)
     return reasons
+
+
+def _settled(row: LockedRow, published: Version | None) -> Skipped | None:
+    """Return why the row of a task needs neither a publish nor a mark, or None. `published` is what was published."""
+    if row.is_sent:
+        return Skipped("sent")
+    if published is not None:
+        return None if published.has_message_of(row) else Skipped("changed")
+    return None if row.cancelled_by is None else Skipped("cancelled")  # OUT-CANCEL-1
 
 
 def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
@@ -178,7 +184,8 @@ def release_changes(
     keys = {task.ordering_key for task in claim.tasks} - {None}
     for row in in_key_order(claim, rows):
         key, change = row.ordering_key, changes.get(row.id)
-        if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(change, Published):
+        is_taken_out = row.sent_at is not None or row.cancelled_by is not None
+        if key not in keys or row.topic != claim.topic or is_taken_out or isinstance(change, Published):
             continue
         if row.deferred and change is None:
             released[row.id] = NotSent(row.attempts, None, row.expires_at, None, row.due_at)
@@ -186,6 +193,11 @@ def release_changes(
         if _blocks_key(row, now, policy) and not (dead and policy.skip_dead):
             keys.remove(key)
     return released
+
+
+def ended_again(rows: Sequence[LockedRow]) -> dict[str, RowChange]:
+    """Return a change for each cancelled task that another program has made unsent: it gets a SentAt again."""
+    return {row.id: EndedAgain() for row in rows if row.cancelled_by is not None and row.sent_at is None}
 
 
 def stops_key(answer: Answer | None) -> bool:

@@ -13,18 +13,20 @@ from types import FrameType
 
 from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionDenied
 from google.auth.exceptions import GoogleAuthError
+from google.cloud.spanner_v1 import KeySet
 from google.pubsub_v1 import PublisherClient
 
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
 from outbox.base.start import handled
-from outbox.base.values import counted, topic_name
+from outbox.base.values import counted, listed, topic_name
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.program import logs
 from outbox.program.channels import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.terminal import say
+from outbox.registration import TABLE
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import NO_CONTROLS
@@ -34,7 +36,7 @@ from publishworker.process.app import App, until_drained, worker_id
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.publisher import topic_filter
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore, any_to_send, topics_to_send
+from publishworker.spanner.store import READ_SECONDS, SpannerStore, any_to_send, topics_to_send
 from publishworker.spanner.write_errors import describe
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
@@ -44,6 +46,9 @@ _ONE_REGION = (
     "Pub/Sub keeps their order only within one region, so give all workers the same regional endpoint, such as "
     "europe-west1-pubsub.googleapis.com"
 )
+_BYPASSED = "bypasses the outbox: see docs/operations/deploy.md#let-only-the-worker-publish"
+#: The roles that may publish to a topic.
+_PUBLISH = ("roles/pubsub.publisher", "roles/pubsub.editor", "roles/pubsub.admin", "roles/editor", "roles/owner")
 #: A line of the output of `check`: `ok`, `unknown`, `warning`, `wrong`, `missing` or `unreachable`, and a text.
 Finding = tuple[str, str]
 
@@ -160,6 +165,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
         allowed = topic_filter(settings.allowed_topics, settings.project)
         for topic in sorted(found):
             yield _topic(publisher, topic, settings, allowed)
+            yield from _publishers(publisher, topic_name(topic, settings.project))
     except NotReached as error:
         yield "unreachable", str(error)
 
@@ -175,6 +181,11 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)
+    with store.reading() as snapshot:
+        if not list(
+            snapshot.read(TABLE, ("Id",), KeySet(all_=True), limit=1, **store.request("outbox-any", READ_SECONDS))
+        ):
+            yield "warning", f"{TABLE} of this database has no task. If the application runs, it {_BYPASSED}"
     to_send = topics_to_send(store)
     ordered = [topic for topic, has_keys in to_send.items() if has_keys]
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
@@ -190,6 +201,18 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     yield from (("wrong", sentence) for sentence in invalid.values())
     used = {*to_send, *(topic for topic, row in controls.items() if row != NO_CONTROLS)}
     topics |= {controls.get(topic, NO_CONTROLS).publish_to or topic for topic in used}
+
+
+def _publishers(publisher: PublisherClient, topic: str) -> Iterator[Finding]:
+    """Warn if the policy of the topic itself lets several members publish. Most workers may not read it."""
+    with contextlib.suppress(GoogleAPICallError, GoogleAuthError):
+        policy = publisher.get_iam_policy({"resource": topic}, timeout=TOPIC_SECONDS, retry=None)
+        members = {member for each in policy.bindings if each.role in _PUBLISH for member in each.members}
+        if len(members) > 1:
+            yield (
+                "warning",
+                f"topic {topic}: {listed(sorted(members))} may publish. An application that does so {_BYPASSED}",
+            )
 
 
 def _topic(publisher: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:

@@ -181,7 +181,9 @@ def _roles(scratch: Scratch) -> Finding:
     if uses_emulator(scratch.settings):
         return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
-    database.update_ddl(ddl.cut(ddl.text("roles.sql"))).result(timeout=300)
+    schema.apply_roles(database)
+    if {state for _, state in schema.apply_roles(database)} != {"exists"}:
+        return Finding(FAILED, "the roles of schema/roles.sql were created twice")
     verify_grants(open_database(replace(scratch.settings, database_role="publishworker")))
     application: Any = open_database(replace(scratch.settings, database_role="outbox_application"))
     with application.batch() as batch:

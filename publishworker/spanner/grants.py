@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from google.api_core.exceptions import NotFound, PermissionDenied
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached
@@ -15,35 +15,52 @@ from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
 from outbox.table.shared_sql import parameters
 from outbox.table.transactions import retry_and_timeout
-from publishworker.spanner.relay_sql import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
+from publishworker.spanner.relay_sql import (
+    CHECK_COLUMNS,
+    DISCOVER_NO_TOPICS,
+    HEARTBEAT_COLUMNS,
+    MARK_COLUMNS,
+    READ_COLUMNS,
+)
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
 GRANT_SECONDS = 5.0
+WORKERS_TABLE = "AsynchronousTaskWorkers"
+_TAG = {"transaction_tag": "outbox-check"}
 
 
 def verify_grants(database: LimitedDatabase) -> None:
-    """Read and update rows that do not exist, so that nothing changes. Raises NotReached if one is not permitted.
+    """Do what a worker does, on rows that do not exist, so that nothing changes. Raises NotReached if it may not.
 
-    The answer to an update is NOT_FOUND if the columns may be written. A role needs a grant for each column:
-    https://cloud.google.com/spanner/docs/fgac-privileges
+    The answer to an update is NOT_FOUND if the columns may be written. A commit that inserts a heartbeat and deletes it
+    leaves no row. A role needs a grant for each column: https://cloud.google.com/spanner/docs/fgac-privileges
     """
     limited: Any = database  # its methods carry no types
     id = str(uuid.uuid4())
-    mark = (id, COMMIT_TIMESTAMP, 1, *[None] * 5, 0)
+    mark = (id, COMMIT_TIMESTAMP, 1, *[None] * 6, 0)
     heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "", None)
-    with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
-        list(snapshot.execute_sql(READ_MARK_COLUMNS, **parameters({"id": id}), **retry_and_timeout(GRANT_SECONDS)))
-    for table, columns, row in (
-        ("AsynchronousTasks", MARK_COLUMNS, mark),
-        ("AsynchronousTaskWorkers", HEARTBEAT_COLUMNS, heartbeat),
+    gone: Any = KeySet(keys=[[id]])
+    small = f"AsynchronousTaskTopics, {WORKERS_TABLE} or AsynchronousTaskShards"
+    for sql, values, table, columns in (
+        (CHECK_COLUMNS, {"id": id}, "AsynchronousTasks", (*MARK_COLUMNS, *READ_COLUMNS)),
+        (DISCOVER_NO_TOPICS, {}, small, ("the columns",)),
     ):
-        with (
-            _permission(database, "update", table, columns),
-            contextlib.suppress(NotFound),
-            limited.batch({"transaction_tag": "outbox-check"}, default_retry_delay=ABORTED.first) as batch,
-        ):
-            batch.update(table, columns, [row])
+        with _permission(database, "read", table, columns), limited.snapshot() as snapshot:
+            list(snapshot.execute_sql(sql, **parameters(values), **retry_and_timeout(GRANT_SECONDS)))
+    batch: Any
+    with (
+        _permission(database, "update", "AsynchronousTasks", MARK_COLUMNS),
+        contextlib.suppress(NotFound),
+        limited.batch(_TAG, default_retry_delay=ABORTED.first) as batch,
+    ):
+        batch.update("AsynchronousTasks", MARK_COLUMNS, [mark])
+    with (
+        _permission(database, "insert, update and delete", WORKERS_TABLE, HEARTBEAT_COLUMNS),
+        limited.batch(_TAG, default_retry_delay=ABORTED.first) as batch,
+    ):
+        batch.insert_or_update(WORKERS_TABLE, HEARTBEAT_COLUMNS, [heartbeat])
+        batch.delete(WORKERS_TABLE, gone)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from publishworker.types import (
     MAX_INT64,
     Candidate,
     Deferred,
+    EndedAgain,
     LockedRow,
     NotSent,
     Published,
@@ -114,10 +115,13 @@ CHANGES = f"SELECT ChangeRecord FROM READ_{CHANGE_STREAM}(@start, @end, @token, 
 
 
 def queued(ids: str) -> str:
-    """Return the statement that reads tasks from the table, one seek each. `ids` is the statement for their IDs."""
+    """Return the statement that reads tasks from the table, one seek each. `ids` is the statement for their IDs.
+
+    A cancelled task that another program has made unsent counts as due, because the worker that claims it ends it.
+    """
     return f"""
 SELECT task.Topic, task.OrderingKey, task.Id, task.Bytes,
-  task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP(),
+  task.AvailableAt IS NULL OR task.AvailableAt <= CURRENT_TIMESTAMP() OR task.CancelledBy IS NOT NULL,
   task.BlockedBy IS NOT NULL, COALESCE(task.ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
 FROM ({ids}) AS unsent
 {SEEK} {BY_ID} AS task ON task.Id = unsent.Id
@@ -138,11 +142,14 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT_NAME_SUFFIX
 # Id = wanted`. Data is not read from a row that was sent since the poll.
 # The client requires that the result is read to its end before the next statement.
 # The last column is NULL for most rows, because each value of a row costs CPU (docs/decisions.md, 0009).
-_CLEAN = "COALESCE(AvailableAt, DueAt, ExpiresAt) IS NULL AND COALESCE(BlockedBy, LastError) IS NULL AND Attempts = 0"
+_CLEAN = """COALESCE(AvailableAt, DueAt, ExpiresAt) IS NULL AND COALESCE(BlockedBy, LastError, CancelledBy) IS NULL
+    AND Attempts = 0"""
 LOCK = by_ids(
-    f"""Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, TimesSent, CURRENT_TIMESTAMP(),
+    f"""Id, Topic, IF(SentAt IS NULL OR CancelledBy IS NOT NULL, Data, NULL), OrderingKey, CreatedAt, TimesSent,
+  CURRENT_TIMESTAMP(),
   IF({_CLEAN} AND SentAt IS NULL AND NOT AtMostOnce, NULL,
-    [STRUCT(AvailableAt, SentAt, {_CLEAN}, Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL, DueAt)])""",
+    [STRUCT(AvailableAt, SentAt, {_CLEAN}, Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL, DueAt,
+      CancelledBy)])""",
     lock=True,
 )
 
@@ -150,14 +157,19 @@ LOCK = by_ids(
 #: set SentAt to NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task, the
 #: failed attempt undoes the mark that was committed before the publish.
 MARK_COLUMNS = (
-    "Id", "SentAt", "TimesSent", "AvailableAt", "DueAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts",
+    "Id", "SentAt", "TimesSent", "CancelledBy", "AvailableAt", "DueAt", "BlockedBy", "ExpiresAt", "LastError",
+    "Attempts",
 )  # fmt: skip
 #: The columns of a mark if the other columns still have their defaults. Fewer cells are locked and written.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
-#: Reads the columns of a mark, to test whether the worker may read them.
-READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
+#: The columns that polls and claims read in addition to those of a mark.
+READ_COLUMNS = ("Topic", "Data", "Bytes", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")
+#: Reads the columns that the worker needs, to test whether it may.
+CHECK_COLUMNS = f"SELECT {', '.join((*MARK_COLUMNS, *READ_COLUMNS))} FROM {BY_ID} WHERE Id = @id"
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "DueAt", "BlockedBy")
+#: The columns of a cancelled task that was made unsent.
+END_COLUMNS = ("Id", "SentAt")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
@@ -229,22 +241,20 @@ def _locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]
                 b64decode(data.string_value),
                 key.string_value or None,
                 datetime.fromisoformat(created.string_value),
-                *_others(others),
-                int(times_sent.string_value),
+                *_others(others, int(times_sent.string_value)),
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)
 
 
-def _others(
-    value: Any,
-) -> tuple[datetime | None, datetime | None, bool, int, datetime | None, bool, bool, datetime | None]:
-    """Return the fields of a LockedRow from `available_at` to `due_at`."""
+def _others(value: Any, times_sent: int) -> tuple[Any, ...]:
+    """Return the fields of a LockedRow from `available_at` on."""
     if not value.HasField("list_value"):
-        return None, None, True, 0, None, False, False, None
-    available, sent, clean, attempts, expires, once, deferred, due = value.list_value.values[0].list_value.values
+        return None, None, True, 0, None, False, False, None, times_sent
+    available, sent, clean, attempts, expires, once, deferred, due, by = value.list_value.values[0].list_value.values
     times, numbers = (time_of(available), time_of(sent)), (clean.bool_value, int(attempts.string_value))
-    return *times, *numbers, time_of(expires), once.bool_value, deferred.bool_value, time_of(due)
+    last = once.bool_value, deferred.bool_value, time_of(due), times_sent, by.string_value or None
+    return *times, *numbers, time_of(expires), *last
 
 
 def time_of(value: Any) -> datetime | None:
@@ -258,21 +268,24 @@ def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mappin
     clean: list[tuple[str, int]] = []
     others: list[tuple[Any, ...]] = []
     deferred: list[tuple[Any, ...]] = []
+    ended: list[tuple[Any, ...]] = []
     for row in locked:
         match changes.get(row.id):
             case Published() if row.clean:
                 clean.append((row.id, times_sent(row, sent=True)))
             case Published():
-                others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), *[None] * 5, 0))
+                others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), *[None] * 6, 0))
             case NotSent() as change:
                 times = change.available_at, change.due_at, None, change.expires_at
-                others.append((row.id, None, times_sent(row, sent=False), *times, change.error, change.attempts))
+                others.append((row.id, None, times_sent(row, sent=False), None, *times, change.error, change.attempts))
             case Deferred() as deferral:
                 deferred.append((row.id, deferral.available_at, first_due(row), deferral.head))
+            case EndedAgain():
+                ended.append((row.id, COMMIT_TIMESTAMP))
     if clean:
         # The client's `update` takes eight times the CPU (docs/decisions.md, 0009).
         transaction._mutations.append(_clean_marks(clean))  # noqa: SLF001 - no public method takes a mutation
-    for columns, values in ((MARK_COLUMNS, others), (DEFER_COLUMNS, deferred)):
+    for columns, values in ((MARK_COLUMNS, others), (DEFER_COLUMNS, deferred), (END_COLUMNS, ended)):
         if values:  # an update without rows is an error
             transaction.update("AsynchronousTasks", columns, values)
 
@@ -283,7 +296,7 @@ def times_sent(row: LockedRow, *, sent: bool) -> int:
     Another writer may have set the column to an end of int64. If the count would overflow, it changes in the other
     direction, because a mark must change it: see `Version`.
     """
-    change = int(sent) - (row.sent_at is not None)
+    change = int(sent) - row.is_sent
     number = row.times_sent + change
     return number if -MAX_INT64 - 1 <= number <= MAX_INT64 else row.times_sent - change
 

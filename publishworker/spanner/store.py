@@ -1,20 +1,17 @@
 """All reads and writes of the relay on Spanner. The SQL is in `relay_sql`."""
 
 import contextlib
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from itertools import islice
 from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
 
 from outbox.base.schedules import ABORTED
-from outbox.base.values import json_texts
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.controls import TopicControls, problems
-from outbox.table.ddl import CANCELLED, OPERATIONS, Layout, by_layout
+from outbox.table.ddl import Layout, by_layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transactions import PESSIMISTIC, transact
 from publishworker.spanner import relay_sql
@@ -35,9 +32,6 @@ LOCK_SECONDS = 10.0
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
 #: An aborted transaction is retried until this many seconds after it began.
 ABORTED_SECONDS = 20.0
-
-#: Max published tasks that the record of a cancel names. The log names all of them.
-MAX_RECORDED = 1_000
 
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the changes by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
@@ -210,25 +204,19 @@ class SpannerStore:
             relay_sql.write_changes(transaction, locked, decide(locked, now))
             return transaction
 
-        committed: datetime = self._transact(work, self._commit_delay if may_delay else None).committed
-        return committed
-
-    def record_published(self, message_ids: Mapping[str, str]) -> None:
-        """Add published tasks that were cancelled, with their message IDs, to the records of the operators' cancels."""
-        self._transact(lambda transaction: _record_published(transaction, message_ids, self.request))
-
-    def _transact(self, work: Callable[[Any], Any], delay: timedelta | None = None) -> Any:
         with self._store_errors():
-            return transact(
+            done = transact(
                 self._database,
                 work,
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED.first,
                 transaction_tag="outbox-relay",
                 commit_request_options={"priority": self._priority},
-                max_commit_delay=delay,
+                max_commit_delay=self._commit_delay if may_delay else None,
                 **PESSIMISTIC,
             )
+        committed: datetime = done.committed
+        return committed
 
     def heartbeat(
         self,
@@ -307,23 +295,6 @@ class SpannerStore:
             if isinstance(error, StoreError):
                 raise
             raise error_class(error)(describe(error)) from error
-
-
-def _record_published(
-    transaction: Any, message_ids: Mapping[str, str], request: Callable[[str, float], Mapping[str, Any]]
-) -> None:
-    """Buffer the records of operations that have cancelled these tasks. An application's cancel has no record."""
-
-    def read(table: str, columns: Sequence[str], ids: Iterable[str]) -> list[list[Any]]:
-        keys = KeySet(keys=[[id] for id in ids])
-        return list(transaction.read(table, columns, keys, **request("outbox-cancelled", LOCK_SECONDS)))
-
-    operation_of = dict(map(tuple, read(CANCELLED, ("Id", "OperationId"), message_ids)))
-    for id, text in read(OPERATIONS, ("OperationId", "Published"), sorted({*operation_of.values()})):
-        found = json_texts(text)
-        found |= {task: message for task, message in message_ids.items() if operation_of.get(task) == id}
-        first = dict(islice(found.items(), MAX_RECORDED))
-        transaction.update(OPERATIONS, ("OperationId", "Published"), [(id, json.dumps(first))])
 
 
 # Whether any unsent task is left to send, and the topics of such tasks. No turn of the relay needs this.

@@ -61,8 +61,8 @@ ALREADY_PUBLISHED = Metric("outbox.already_published_tasks_count", "count", "tas
 UNCOMMITTED = Metric("outbox.published_but_failed_commits_count", "count", "task", ("topic",), -1,
     "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.")
 CANCELLED = Metric("outbox.cancelled_after_publish_count", "count", "task", ("topic",), -1,
-    "Tasks that were published and then found deleted before the worker could mark them, so subscribers receive a "
-    "message that an application or an operator has cancelled. The worker logs the ID of each.")
+    "Tasks that were published and then found cancelled before the worker could mark them, so subscribers receive a "
+    "message that an application or an operator has cancelled. The worker marks and logs each.")
 FAILED = Metric("outbox.failed_task_count", "count", "task", ("topic", "reason"), -1,
     "Failed attempts to publish a task, by reason.")
 DEAD = Metric("outbox.dead_task_count", "count", "task", ("topic", "reason"), -1,
@@ -110,13 +110,13 @@ FORCED_STOP = Metric("outbox.forced_stop_count", "count", "event", ("reason",), 
 PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
-    "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `missing`. `audit`: `delivered`, `late`, "
-    "`lost`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, `cancelled_after_publish`, "
-    "`applied`, `not_applied`, `applied_late`, `unregistered`.")
+    "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `cancelled`, `replaced`. `audit`: "
+    "`delivered`, `late`, `lost`, `cancelled`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, "
+    "`cancelled_after_publish`, `applied`, `not_applied`, `applied_late`, `unregistered`.")
 PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
     "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
     "stopped with unsent tasks, `lost` or `not_applied` if an audit found such tasks, `incomplete` if its certificate "
-    "has others that were not delivered, `empty` if it found no task, or `failed`. A killed job sends nothing. The job "
+    "is not complete, `empty` if it found no task, or `failed`. A killed job sends nothing. The job "
     "`certificate` counts certificates.")
 
 #: Of the workers.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from outbox.base.values import counted, listed
+from outbox.program.terminal import escaped
 from publishworker.log import LINE_SECONDS, ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
@@ -22,6 +23,7 @@ from publishworker.types import (
     Kind,
     NotSent,
     Published,
+    TakenOut,
     Turn,
     Unmarked,
 )
@@ -48,7 +50,7 @@ def turn_counts(batches: Sequence[Delivered]) -> Turn:
         recorded=sum(len(each.recorded) for each in batches),
         deferred=sum(len(each.deferred) for each in batches),
         uncommitted=sum(len(each.uncommitted()) for each in batches),
-        cancelled=sum(len(each.cancelled()) for each in batches),
+        cancelled=sum(len(each.cancelled) for each in batches),
     )
 
 
@@ -97,7 +99,7 @@ class Reporter:
             text = f"The rows of {tasks} were not locked, so nothing was published: {delivered.error}"
             self._throttled_log.log("lock_failed", topic, text)
         self._unconfirmed(topic, delivered.unconfirmed)
-        self._log_cancelled(topic, delivered.cancelled())
+        self._log_cancelled(topic, delivered.cancelled)
         if change is not None:
             self.report_circuit(change)
 
@@ -105,8 +107,8 @@ class Reporter:
         """Log what a batch reports while it marks again: tasks that it cannot mark now, or no longer tries to mark."""
         topic = report.claim.topic
         if isinstance(report, Cancelled):
-            self._count_work(Turn(cancelled=len(report.message_ids)))
-            self._log_cancelled(topic, report.message_ids)
+            self._count_work(Turn(cancelled=len(report.tasks)))
+            self._log_cancelled(topic, report.tasks)
             return
         ids = report.claim.ids
         if not report.given_up:
@@ -175,15 +177,20 @@ class Reporter:
             self._work_since = self._clock()
         self._work += _numbers(turn)
 
-    def _log_cancelled(self, topic: str, cancelled: Mapping[str, str]) -> None:
-        """Log the tasks that subscribers receive although a cancel has deleted them, with their message IDs."""
-        if cancelled:
-            self._metrics.count(m.CANCELLED, len(cancelled), topic=topic)
-            # All IDs, and not throttled: they are nowhere else.
+    def _log_cancelled(self, topic: str, tasks: Mapping[str, TakenOut]) -> None:
+        """Log the tasks that subscribers receive although a cancel has taken them out, with their message IDs."""
+        if tasks:
+            self._metrics.count(m.CANCELLED, len(tasks), topic=topic)
+            # All IDs, and not throttled: the message IDs are nowhere else.
             log.warning(
-                "%s of topic %s cancelled after the worker had published them, so subscribers receive them: %s",
-                _tasks([*cancelled]), topic, ", ".join(f"{id} (message {of})" for id, of in cancelled.items()),
-                extra={"action": "cancelled_after_publish", "fields": {"topic": topic, "message_ids": cancelled}},
+                "%s of topic %s cancelled after the worker had published them, so subscribers receive them. Their rows "
+                "are marked as sent, if they exist: %s",
+                _tasks([*tasks]), topic, ", ".join(f"{id} ({_taken_out(task)})" for id, task in tasks.items()),
+                extra={"action": "cancelled_after_publish", "fields": {
+                    "topic": topic,
+                    "message_ids": {id: task.message_id for id, task in tasks.items()},
+                    "cancelled_by": {id: task.by for id, task in tasks.items()},
+                }},
             )  # fmt: skip
 
     def _unconfirmed(self, topic: str, ids: Sequence[str]) -> None:
@@ -241,6 +248,11 @@ class Reporter:
     def _count(self, metric: m.Metric, topic: str, failures: Iterable[Failed]) -> None:
         for reason, count in Counter(failure.reason for failure in failures).items():
             self._metrics.count(metric, count, topic=topic, reason=reason)
+
+
+def _taken_out(task: TakenOut) -> str:
+    how = "its row was deleted" if task.by is None else f"cancelled by {escaped(task.by)}"
+    return f"message {task.message_id}, {how}"
 
 
 def _failed(outcome: str, topic: str, **fields: object) -> dict[str, Any]:

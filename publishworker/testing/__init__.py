@@ -12,7 +12,7 @@ fixture is used. A test whose emulator is not installed is skipped. If the varia
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pytest
 
@@ -31,10 +31,15 @@ else:
 
 __all__ = ["Drained", "Migrate", "OutboxRelay", "Published"]
 
-#: The type of the fixture `published`.
-Published: TypeAlias = "Callable[[str], list[PubsubMessage]]"
 #: The type of the fixture `outbox_migrate`.
 Migrate: TypeAlias = "Callable[[Database], object] | None"
+
+
+class Published(Protocol):
+    """The type of the fixture `published`."""
+
+    def __call__(self, topic: str, *, foreign: int | None = 0) -> "list[PubsubMessage]":
+        """See `OutboxRelay.published`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,7 +132,10 @@ def outbox_relay(
 
     relay = OutboxRelay(variables_of(outbox_database))
     yield relay
-    relay.close()
+    try:
+        relay.check_foreign()
+    finally:
+        relay.close()
 
 
 @pytest.fixture

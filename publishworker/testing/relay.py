@@ -10,19 +10,23 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from graphlib import TopologicalSorter
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1 import PublisherAsyncClient
+from google.pubsub_v1 import PublisherClient as GeneratedClient
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
-from google.pubsub_v1.types import PubsubMessage
+from google.pubsub_v1.types import PublishRequest, PubsubMessage
 
-from outbox.base.values import plain, topic_name
+from outbox.base.values import counted, listed, plain, topic_name
 from outbox.devtools import resources
 from outbox.errors import OutboxError
 from outbox.message import TASK_ID_ATTRIBUTE
@@ -47,6 +51,8 @@ from publishworker.types import Answer, Failed, LockedRow, Published
 _TABLES = """
 SELECT IF(TABLE_SCHEMA = '', '', CONCAT(TABLE_SCHEMA, '.')) AS Path, TABLE_NAME, PARENT_TABLE_NAME
 FROM INFORMATION_SCHEMA.TABLES WHERE TABLE_TYPE = 'BASE TABLE'"""
+#: The topics of all tasks, and how many of their tasks are not sent.
+_UNSENT = "SELECT Topic, COUNTIF(SentAt IS NULL) FROM AsynchronousTasks GROUP BY Topic"
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
 RELAY_SECONDS = 10.0
 #: Messages in one pull, and the pause between two pulls in seconds.
@@ -132,9 +138,18 @@ class OutboxRelay:
         self._subscriptions: dict[str, str] = {}  # by the topic's full name
         self._messages: defaultdict[str, list[PubsubMessage]] = defaultdict(list)
         self._publisher = _Publisher(self._settings)
+        self._has_drained = False
+        #: By the topic's full name: the data of other messages, and how many of them the test expects.
+        self._foreign: defaultdict[str, list[bytes]] = defaultdict(list)
+        self._expected: dict[str, int | None] = {}
+        self._watching = contextlib.ExitStack()
+        self._watch(PublisherClient, _of_library)
+        self._watch(GeneratedClient, _of_request)
+        self._watch(PublisherAsyncClient, _of_request)
 
     def close(self) -> None:
         """Delete the subscriptions and disconnect."""
+        self._watching.close()
         for name in self._subscriptions.values():
             self._subscriber.delete_subscription(subscription=name, timeout=RELAY_SECONDS)
         self._subscriber.close()
@@ -157,13 +172,12 @@ class OutboxRelay:
             if now.utcoffset() is None:
                 raise ValueError(f"now {now} has no time zone; give one, such as datetime.now(UTC) + ...")
             now = min(now, LATEST).astimezone(UTC)
-        self._now = None  # the next reads use the time that they read as their timestamp
+        self._now, self._has_drained = now, True
         controls = self._store.discover((), ()).controls
         for topic in topics_to_send(self._store):
             to = controls.get(topic, NO_CONTROLS).publish_to or topic
             if not problems(TopicControls(publish_to=to)):
                 self._subscribe(topic_name(to, self._settings.project))
-        self._now = now
         relay, published, failed = self._relay(), 0, 0
         while True:
             self._publisher.failed = False
@@ -174,21 +188,25 @@ class OutboxRelay:
                 relay.finish()
                 return Drained(published, failed)
 
-    def published(self, topic: str) -> list[PubsubMessage]:
-        """Return the messages that were published to a topic in this test, in the order of their publication.
+    def published(self, topic: str, *, foreign: int | None = 0) -> list[PubsubMessage]:
+        """Return the messages of tasks that were published to a topic in this test, in the order of their publication.
 
-        `topic` is a topic ID or a full name.
+        Args:
+            topic: a topic ID or a full name.
+            foreign: how many other messages the test expects on the topic, which no task explains. None: any number.
+                The end of the test checks the other topics.
 
         Raises:
-            AssertionError: a message does not arrive within 10 s.
+            AssertionError: there is another number of foreign messages, a message does not arrive within 10 s, or
+                nothing was published because the test has not called `drain`, or because `topic` is misspelled.
         """
+        __tracebackhide__ = True  # pytest shows the line of the test
         name = topic_name(plain(topic), self._settings.project)
+        self._expected[name] = foreign
         messages, expected = self._messages[name], self._publisher.counts[name]
         empty_pulls = 0
         while len(messages) < expected:
-            if received := self._pull(self._subscriptions[name]):
-                # Other test runs and programs may publish to a topic of another project.
-                messages += [each for each in received if each.attributes.get(TASK_ID_ATTRIBUTE) in self._publisher.ids]
+            if self._receive(name):
                 continue
             # Counted, because the clock of a test may stand still.
             empty_pulls += 1
@@ -197,7 +215,69 @@ class OutboxRelay:
                     f"{len(messages)} of {expected} messages have arrived on {name} within {RELAY_SECONDS:g} s"
                 )
             threading.Event().wait(PULL_PAUSE)
+        self._check_foreign(name)
+        if not messages:
+            self._check_nothing(name)
         return sorted(messages, key=lambda message: int(message.message_id))  # the emulator numbers them
+
+    def check_foreign(self) -> None:
+        """Raise AssertionError if a topic has a message that no task explains, and that the test does not expect."""
+        __tracebackhide__ = True
+        for name in self._subscriptions:
+            while self._receive(name):
+                pass
+        for name in self._foreign:
+            self._check_foreign(name)
+
+    def _check_foreign(self, name: str) -> None:
+        __tracebackhide__ = True
+        found, expected = self._foreign[name], self._expected.get(name, 0)
+        if expected not in (None, len(found)):
+            raise AssertionError(
+                f"topic {name} got {counted(len(found), 'message')} that no task explains, expected {expected}: "
+                f"{listed(repr(data[:100]) for data in found)}. Publish by outbox.register, in the transaction that "
+                f"writes your rows. If the test expects these messages, pass foreign={len(found)} to published"
+            )
+
+    def _check_nothing(self, name: str) -> None:
+        """Raise AssertionError if a mistake of the test explains why a topic has no message."""
+        __tracebackhide__ = True
+        with self._store.database.snapshot() as snapshot:
+            rows = list(snapshot.execute_sql(_UNSENT))
+        unsent = {topic_name(topic, self._settings.project): number for topic, number in rows}
+        if unsent.get(name) and not self._has_drained:
+            tasks = counted(unsent[name], "task")
+            raise AssertionError(f"topic {name} has {tasks} to publish: call outbox_relay.drain() before published()")
+        id, ids = name.rpartition("/")[2], [topic.rpartition("/")[2] for topic in unsent]
+        if id not in ids and (similar := get_close_matches(id, ids, 1, cutoff=0.9)):
+            raise AssertionError(
+                f"no task of this test has the topic {id!r}. Did you mean {similar[0]!r}? If both topics exist, call "
+                f"assert_registered(outbox_database, topic={id!r}, times=0)"
+            )
+
+    def _watch(self, client: Any, read: Callable[..., tuple[str, list[bytes]]]) -> None:
+        """Record what the application publishes without the relay, also to topics that do not exist."""
+        publish = client.publish
+
+        @functools.wraps(publish)
+        def watched(*arguments: Any, **options: Any) -> Any:
+            with contextlib.suppress(Exception):  # `publish` raises it, too
+                topic, data = read(*arguments, **options)
+                self._foreign[topic] += data
+            return publish(*arguments, **options)
+
+        self._watching.enter_context(mock.patch.object(client, "publish", watched))
+
+    def _receive(self, name: str) -> bool:
+        """Receive messages of a topic; return whether there were any."""
+        received = self._pull(self._subscriptions[name])
+        for each in received:
+            if each.attributes.get(TASK_ID_ATTRIBUTE) in self._publisher.ids:
+                self._messages[name].append(each)
+            # Other test runs and programs may publish to a topic of another project.
+            elif name.startswith(f"projects/{self._settings.project}/") and each.data not in self._foreign[name]:
+                self._foreign[name].append(each.data)
+        return bool(received)
 
     @contextlib.contextmanager
     def losing_publish_answers(self) -> Iterator[None]:
@@ -253,6 +333,18 @@ class OutboxRelay:
             ids = [each.ack_id for each in received]
             self._subscriber.acknowledge(subscription=subscription, ack_ids=ids, timeout=RELAY_SECONDS)
         return [each.message for each in received]
+
+
+def _of_library(_client: object, topic: str, data: bytes, *_: Any, **_options: Any) -> tuple[str, list[bytes]]:
+    return topic, [data]
+
+
+def _of_request(
+    client: object, request: Any = None, *, topic: str = "", messages: Any = (), **_: Any
+) -> tuple[str, list[bytes]]:
+    sent = PublishRequest(request or {"topic": topic, "messages": messages})
+    # The library sends its batches with the method of its base class.
+    return sent.topic, [] if isinstance(client, PublisherClient) else [each.data for each in sent.messages]
 
 
 class _Publisher(PubSubPublisher):

@@ -15,6 +15,7 @@ ALTER TABLE AsynchronousTasks ADD COLUMN AtMostOnce BOOL NOT NULL DEFAULT (FALSE
 ALTER TABLE AsynchronousTasks ADD COLUMN Attempts INT64 NOT NULL DEFAULT (0);
 ALTER TABLE AsynchronousTasks ADD COLUMN LastError STRING(MAX);
 ALTER TABLE AsynchronousTasks ADD COLUMN TimesSent INT64 NOT NULL DEFAULT (0);
+ALTER TABLE AsynchronousTasks ADD COLUMN CancelledBy STRING(64);
 ALTER TABLE AsynchronousTasks ADD CONSTRAINT AsynchronousTasksOrderingKey CHECK (OrderingKey != '');
 
 -- This deletes tasks that were sent more than 7 days ago. Leave it out to keep them.
@@ -61,36 +62,8 @@ CREATE TABLE AsynchronousTaskOperations (
   Selected    INT64,
   SeenAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   StoppedAt   TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
-  Position    STRING(MAX),
-  Published   STRING(MAX)
+  Position    STRING(MAX)
 ) PRIMARY KEY (OperationId);
-
-CREATE TABLE AsynchronousTasksCancelled (
-  Id             STRING(64)  NOT NULL,
-  Topic          STRING(400) NOT NULL,
-  Data           BYTES(MAX)  NOT NULL,
-  Bytes          INT64       NOT NULL AS (BYTE_LENGTH(Data)) STORED,
-  Priority       INT64       NOT NULL,
-  OrderingKey    STRING(1024),
-  Sequence       INT64,
-  CreatedAt      TIMESTAMP   NOT NULL,
-  AvailableAt    TIMESTAMP,
-  DueAt          TIMESTAMP,
-  BlockedBy      STRING(64),
-  ExpiresAt      TIMESTAMP,
-  AtMostOnce     BOOL        NOT NULL,
-  Attempts       INT64       NOT NULL,
-  LastError      STRING(MAX),
-  TimesSent      INT64       NOT NULL,
-  OperationId    STRING(64)  NOT NULL,
-  CancelledAt    TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
-  CancelledShard INT64       NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 10))) STORED
-) PRIMARY KEY (Id),
-  ROW DELETION POLICY (OLDER_THAN(CancelledAt, INTERVAL 7 DAY));
-
-CREATE INDEX AsynchronousTasksCancelledByTime
-  ON AsynchronousTasksCancelled (CancelledShard, CancelledAt)
-  STORING (Topic, OrderingKey, Sequence, CreatedAt, Bytes, OperationId);
 
 CREATE TABLE ProcessedTasks (
   Consumer    STRING(256) NOT NULL,

@@ -10,9 +10,14 @@ ALTER TABLE AsynchronousTasks ADD COLUMN Shard INT64 NOT NULL
 
 CREATE INDEX AsynchronousTasksToSend
   ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt)
-  STORING (OrderingKey, Bytes, Attempts, BlockedBy, DueAt);
+  STORING (OrderingKey, Bytes, Attempts, BlockedBy, DueAt, CancelledBy);
 
 CREATE INDEX AsynchronousTasksInOrder
   ON AsynchronousTasks (Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence)
-  STORING (AvailableAt)
+  STORING (AvailableAt, CancelledBy)
   WHERE OrderingKey IS NOT NULL;
+
+CREATE INDEX AsynchronousTasksToRestore
+  ON AsynchronousTasks (Shard, SentAt)
+  STORING (CancelledBy, Topic, OrderingKey, Sequence, CreatedAt, Bytes)
+  WHERE CancelledBy IS NOT NULL;

@@ -228,7 +228,7 @@ def test_apply_keeps_shards_and_retention_unless_they_are_given(emulators: Emula
     assert [outbox.here("schema", "apply", *words).code for words in ((), choices)] == [0, 0]
     other = outbox.here("schema", "apply", "--shards", "10", "--retention", "30")
     assert (other.code, other.stdout, TRACE in other.stderr) == (1, "", False)
-    assert f"databases/{empty_database.database_id}: nothing was created" in other.stderr
+    assert f"databases/{empty_database.database_id}: nothing is missing" in other.stderr
     assert "table AsynchronousTasks, shard count: the database has 4, expected 10\n" in other.stderr
     assert "retention of sent tasks: the database has for ever, expected 30 days\n" in other.stderr
 

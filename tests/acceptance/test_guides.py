@@ -174,7 +174,7 @@ def test_the_tests_of_the_page_pass(emulators: Emulators, tmp_path: Path) -> Non
 def test_the_working_tree_is_built_strictly(tmp_path: Path) -> None:
     """The pages as they are have no warning; with a link to nowhere the build fails and names it."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", "pyproject.toml"):
+    for name in ("mkdocs.yml", "pyproject.toml", "README.md"):
         shutil.copyfile(ROOT / name, tmp_path / name)
 
     def build() -> subprocess.CompletedProcess[str]:

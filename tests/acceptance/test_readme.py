@@ -10,8 +10,10 @@ import os
 import re
 import shlex
 import sys
+import uuid
 import warnings
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,10 +27,12 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 import outbox.cli
 import publishworker.process.cli
+from outbox import inbox
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.connection import open_database
 from outbox.table.ddl import Layout
+from outbox.testing import RecordingTransaction, assert_registered
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Failed
 from tests.support.fakes import FakePublisher
@@ -276,6 +280,67 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
         for name in ("push", "stock", "stock_by_sqlalchemy", "stock_in_batches", "stock_async"):
             del sys.modules[name]
     assert pieces() == 1
+
+
+def test_the_guide_to_replacing(shop: Database) -> None:
+    """Unsent messages are moved with their IDs, once; and both relays together have one effect for each message."""
+    page = "docs/guide/replace.md"
+    table, empty = blocks(page, "sql")
+    shop.update_ddl(ddl.cut(table)).result(timeout=ADMIN_SECONDS)
+    names = [execute(block, {"__name__": "page"}) for block in blocks(page, "python")]
+    ids = [str(uuid.uuid4()) for _ in range(501)]
+    columns = ("Id", "Topic", "Payload", "CreatedAt", "PublishedAt")
+    rows = [(id, "orders", base64.b64encode(b"old"), spanner.COMMIT_TIMESTAMP, None) for id in ids]
+    with shop.batch() as batch:
+        batch.insert("OldOutbox", columns, rows)
+    assert [shop.run_in_transaction(names[0]["copy"]) for _ in range(3)] == [500, 1, 0]
+    assert one(shop, empty) == 0
+    tasks = assert_registered(shop, topic="orders", times=501)
+    assert {(task.id, task.message.data) for task in tasks} == {(id, b"old") for id in ids}
+
+    shop.run_in_transaction(names[1]["announce"], "invoices", b"both")
+    [task] = assert_registered(shop, topic="invoices")
+    assert query(shop, "SELECT Id, Topic FROM OldOutbox") == [[task.id, "invoices"]]
+    of_old_relay = PubsubMessage(data=b"both", attributes={outbox.TASK_ID_ATTRIBUTE: task.id})
+    receive = inbox.Handler(shop, consumer="billing")(lambda *_: None)
+    assert [receive.process(message) for message in (of_old_relay, task.message)] == [True, False]
+
+
+def test_the_recipes(shop: Database) -> None:
+    page = "docs/guide/recipes.md"
+    shop.update_ddl(blocks(page, "sql")).result(timeout=ADMIN_SECONDS)
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        assert len(block.splitlines()) < 40
+        execute(block, names)
+    with TestClient(names["app"]) as client:
+        asked = [("k1", 5), ("k1", 5), ("k1", 6), ("k2", 5)]
+        answers = [client.post("/orders", json={"cents": c}, headers={"Idempotency-Key": key}) for key, c in asked]
+    assert [each.status_code for each in answers] == [201, 201, 422, 201]
+    assert answers[0].json() == answers[1].json() != answers[3].json()
+    assert_registered(shop, topic="orders", times=2)
+
+    begin = datetime(2030, 1, 1, tzinfo=UTC)
+    times = [begin + timedelta(seconds=n) for n in (0, 1, 59, 60, 119, 120)]
+    new = [shop.run_in_transaction(names["announce_change"], "order-1", now=time) for time in times]
+    assert new == [True, False, False, True, False, True]
+    waiting = assert_registered(shop, topic="changes", times=3)
+    assert waiting[0].available_at == begin + timedelta(seconds=70)
+
+    recorded = RecordingTransaction()
+    names["announce_order"](recorded, names["OrderPlaced"](order="o-1", cents=5))
+    names["handle"](recorded, recorded.tasks[0].message)
+    assert recorded.inserts[1][2] == [("o-1", '{"order":"o-1","cents":5}')]
+    id = names["register_event"](recorded, "orders", "shop.order.placed", {"order": "o-1"})
+    assert dict(recorded.tasks[-1].message.attributes).items() > {"ce-id": id, "ce-type": "shop.order.placed"}.items()
+
+    with shop.batch() as batch:
+        batch.insert("PersonKeys", ["PersonId", "Key"], [["ann", base64.b64encode(bytes(32))]])
+    shop.run_in_transaction(names["register_sealed"], "mails", "ann", b"secret")
+    [task] = assert_registered(shop, topic="mails")
+    assert b"secret" not in task.message.data
+    with shop.snapshot() as snapshot:
+        assert names["opened"](snapshot, task.message) == b"secret"
 
 
 def test_the_guide_to_ordering(shop: Database) -> None:

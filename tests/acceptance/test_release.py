@@ -1,4 +1,4 @@
-"""The wheel and the source distribution, and `make rehearsal`: what a release and its first users do, on this machine.
+"""The wheel and the source distribution, upgrades from another commit, and `make rehearsal`, all on this machine.
 
 `make dist` sets DIST to the folder of those that it has built.
 """
@@ -20,9 +20,12 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox import __version__
 from outbox.devtools.emulators import Emulators
+from outbox.table import ddl
+from tests.manifests.rendering import rendered
 from tests.support.processes import ROOT, Process, started
 from tests.support.pubsub import Subscription
-from tests.support.relays import account, register, wait_until_all_sent, worker
+from tests.support.relays import account, register, wait_until_all_sent
+from tests.support.roles import grants
 from tests.support.spanner import query, variables
 from tests.support.trial import in_background
 from tests.support.waiting import eventually
@@ -176,8 +179,48 @@ def installed(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return empty / "env/bin/python"
 
 
-def versions(database: Database) -> set[str]:
-    return {info["version"] for [info] in query(database, "SELECT Info FROM AsynchronousTaskWorkers")}
+#: The commit from which the tests upgrade, and to which they roll back.
+BEFORE = "19916a496dffecb5c27a5f5424cd51564d5b56cb"
+OLD = "0.0.1"
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the commit BEFORE, as version 0.0.1."""
+    if subprocess.run(["git", "-C", ROOT, "cat-file", "-e", BEFORE], capture_output=True, check=False).returncode:
+        reason = f"commit {BEFORE} is missing: git fetch --unshallow"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    folder = tmp_path_factory.mktemp("before")
+    shell("git", "archive", "--output", folder / "before.tar", BEFORE, cwd=ROOT)
+    shell("tar", "--extract", "--file", "before.tar", cwd=folder)
+    version = folder / "outbox/_version.py"
+    version.write_text(re.sub('"(.+)"', f'"{OLD}"', version.read_text()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def old_python(before: Path) -> str:
+    """The Python of an environment with the worker of the commit BEFORE."""
+    pins = ("--constraint", before / "constraints.txt")
+    shell(UV, "build", "--quiet", "--wheel", "--build-constraint", pins[1], "--out-dir", "dist", ".", cwd=before)
+    [wheel] = (before / "dist").glob("*.whl")
+    shell(UV, "venv", "--quiet", "env", cwd=before)
+    shell(UV, "pip", "install", "--quiet", "--python", "env/bin/python", *pins, f"{wheel}[worker]", cwd=before)
+    return str(before / "env/bin/python")
+
+
+@pytest.fixture(
+    params=["checkout", pytest.param("release", marks=pytest.mark.long("it builds a release and installs everything"))]
+)
+def upgrade(request: pytest.FixtureRequest, old_python: str) -> tuple[str, str, str]:
+    """The Python with the worker of BEFORE, that with the worker of this commit, and the version of the latter."""
+    if request.param == "checkout":
+        return old_python, sys.executable, __version__
+    return old_python, str(request.getfixturevalue("installed")), VERSION
+
+
+def versions(database: Database) -> list[str]:
+    return sorted(info["version"] for [info] in query(database, "SELECT Info FROM AsynchronousTaskWorkers"))
 
 
 def sends(database: Database, ids: list[str]) -> None:
@@ -189,33 +232,82 @@ def sends(database: Database, ids: list[str]) -> None:
     eventually(lambda: query(database, sent, ids=new) == [[20]], seconds=60, message="they are sent")
 
 
-@pytest.mark.long("it builds a release and installs everything again")
 @pytest.mark.timeout(1800)
-def test_upgrade_to_this_commit_and_roll_back_under_load(
-    installed: Path, emulators: Emulators, own_database: Database, subscription: Subscription, tmp_path: Path
+def test_upgrade_from_another_commit_and_roll_back_under_load(
+    upgrade: tuple[str, str, str],
+    emulators: Emulators,
+    empty_database: Database,
+    subscription: Subscription,
+    tmp_path: Path,
 ) -> None:
-    """A new worker starts before an old one stops, and the other way round. No task is lost, and workers exit 0."""
+    """In the order of docs/operations/upgrade.md, with the settings of the new manifests.
 
-    def released(name: str) -> contextlib.AbstractContextManager[Process]:
-        settings = variables(own_database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / name)}
-        return started("publishworker", "run", environment=settings, directory=tmp_path, python=str(installed))
+    The schema first: afterwards, an old worker starts once more, as when its pod is evicted. Then a worker of this
+    commit takes over, and an old one starts again after the roll-back. No task is lost, and workers exit with 0.
+    """
+    old, new, version = upgrade
+    place = variables(empty_database.database_id, emulators)
+    settings = {**rendered("base").the("ConfigMap")["data"], **place}
 
-    ids: list[str] = []
+    def apply_schema(python: str) -> None:
+        with started("outbox", "schema", "apply", environment=place, directory=tmp_path, python=python) as process:
+            assert process.wait(120) == 0
+
     with contextlib.ExitStack() as workers:
-        with in_background(lambda: ids.extend(register(own_database, subscription.topic, 10)), every=0.2):
-            old = workers.enter_context(released("before"))
-            sends(own_database, ids)
-            assert versions(own_database) == {VERSION}
-            new = workers.enter_context(worker(emulators, own_database))
-            eventually(lambda: versions(own_database) == {VERSION, __version__}, seconds=60)
-            old.end()
-            sends(own_database, ids)
-            assert versions(own_database) == {__version__}
-            rolled_back = workers.enter_context(released("after"))
-            eventually(lambda: versions(own_database) == {VERSION, __version__}, seconds=60)
-            new.end()
-            sends(own_database, ids)
-        wait_until_all_sent(own_database)
+
+        def joins(name: str, python: str, live: list[str]) -> Process:
+            given = settings | {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / name)}
+            worker = started("publishworker", "run", environment=given, directory=tmp_path, python=python)
+            process = workers.enter_context(worker)
+            eventually(lambda: process.child.poll() is not None or versions(empty_database) == live, seconds=60)
+            assert process.child.poll() is None
+            return process
+
+        ids: list[str] = []
+        apply_schema(old)
+        first = joins("first", old, [OLD])
+        with in_background(lambda: ids.extend(register(empty_database, subscription.topic, 10)), every=0.2):
+            sends(empty_database, ids)
+            apply_schema(new)
+            evicted = joins("evicted", old, [OLD, OLD])
+            first.end()
+            sends(empty_database, ids)
+            upgraded = joins("upgraded", new, [OLD, version])
+            evicted.end()
+            sends(empty_database, ids)
+            assert versions(empty_database) == [version]
+            rolled_back = joins("rolled-back", old, [OLD, version])
+            upgraded.end()
+            sends(empty_database, ids)
+        wait_until_all_sent(empty_database)
         rolled_back.end()
     found = account(ids, subscription)
     assert (found.lost, found.unexpected) == (frozenset(), frozenset())
+
+
+def test_the_manifests_of_another_commit_can_be_applied_again(before: Path) -> None:
+    """Kubernetes refuses another selector, and an object with another name would run beside the former one.
+
+    Each setting of one commit is one of the other, so a ConfigMap of either starts both workers.
+    """
+    for folder in ("base", "overlays/production"):
+        old, new = (rendered(each / "k8s" / folder) for each in (before, ROOT))
+        for each in old.of_kind("Deployment"):
+            assert new.the("Deployment", each["metadata"]["name"])["spec"]["selector"] == each["spec"]["selector"]
+        names = [{(each["kind"], without_hash(each["metadata"]["name"])) for each in objects} for objects in (old, new)]
+        assert names[0] - {("Namespace", "outbox")} == names[1]
+    schemas = [json.loads((each / "docs/reference/settings.schema.json").read_text()) for each in (before, ROOT)]
+    given = rendered("overlays/production").the("ConfigMap")["data"]
+    assert [name for schema in schemas for name in given if name not in schema["properties"]] == []
+
+
+def without_hash(name: str) -> str:
+    return re.sub(r"^(publishworker)-[a-z0-9]{10}$", r"\1", name)
+
+
+def test_the_roles_of_another_commit_keep_what_its_worker_needs(before: Path) -> None:
+    """An older worker runs with the role of this commit, as long as its tables exist."""
+    old, new = (grants("publishworker", file=each / "schema/roles.sql") for each in (before, ROOT))
+    tables = ddl.tables()
+    missing = {each: columns - new.get(each, frozenset()) for each, columns in old.items() if each[1] in tables}
+    assert [each for each, columns in missing.items() if columns and new.get(each) != frozenset({"*"})] == []

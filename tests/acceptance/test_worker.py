@@ -319,11 +319,15 @@ def test_check_says_what_pubsub_answers_about_a_topic(
     """
     with PubSubServer() as server:
         server.get_topic = get_topic
+        members = ["serviceAccount:shop@my-project.iam.gserviceaccount.com", "serviceAccount:worker@my-project"]
+        server.policy.bindings.add(role="roles/pubsub.publisher", members=members)
         host = {"PUBSUB_EMULATOR_HOST": server.address}
         done = publishworker(emulators, str(database.database_id), "check", "orders", **host)
     assert done.code == code
-    [found] = [each for each in done.stdout.splitlines() if " topic projects" in each]
+    found, publishers = [each for each in done.stdout.splitlines() if " topic projects" in each]
     assert re.match(line, found)
+    assert re.match(rf"warning .*{', '.join(members)} may publish. .* bypasses the outbox", publishers)
+    assert "AsynchronousTasks of this database has no task" in done.stdout
 
 
 @pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])

@@ -76,6 +76,30 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("service", ["", "pubsub", "spanner"])
+def test_ten_seconds_to_stop(trial: Trial, service: str) -> None:
+    """SIGTERM under load on a platform that kills after 10 s, with --shutdown-timeout 5. A service may never answer.
+
+    Promised: No task is lost. The worker exits by itself within 10 s, with 0 if both services answer. If not, at most
+    its in-flight batches are published again.
+    """
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(trial.faulty(service)).network if service else None
+        with trial.worker("--shutdown-timeout", "5") as worker, trial.load():
+            trial.wait_for_first_task()
+            if network:
+                network.hang()
+                trial.register(60)
+            worker.stop()
+            assert worker.wait(10) == (1 if network else 0)
+        if network:
+            network.forward()
+        stack.enter_context(trial.worker())
+        trial.settle()
+    assert trial.audit(duplicates=3 * IN_FLIGHT if network else 0).kept()
+
+
+@pytest.mark.extended
 def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
     """The disk is full, so no log line can be written.
 

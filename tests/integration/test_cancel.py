@@ -1,4 +1,4 @@
-"""`cancel` for applications deletes an unsent task in their transaction, and releases the next task of its key."""
+"""`cancel` takes an unsent task out in the caller's transaction, and releases the next task of its key."""
 
 import asyncio
 import time
@@ -16,18 +16,18 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox import aio, inbox
-from outbox.admin import changes, operations, selections
+from outbox import inbox
+from outbox.admin import changes, selections
 from outbox.admin import table as admin_table
 from outbox.admin.reshard import Resharding
 from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.base.values import json_texts
 from outbox.errors import OutboxError
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
 from tests.support import real
+from tests.support.clients import aio
 from tests.support.drivers import STACKS
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.operations import FUTURE, OF_STATES, PAST, changed, insert, line, opened, row, rows_of
@@ -71,13 +71,26 @@ def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callab
             yield lambda *ids: [one(id) for id in ids]
 
 
-def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, database: Database) -> None:
+def is_ended(id: str) -> bool:
+    return id.startswith(("sent", "cancelled"))
+
+
+def test_unsent_tasks_of_every_state_are_cancelled_and_no_others(cancel: Cancel, database: Database) -> None:
+    """Only SentAt and CancelledBy change."""
     tasks = [row(f"{state} {n}", **each) for state, many in OF_STATES.items() for n, each in enumerate(many)]
     insert(database, [*tasks, row("other"), row("other dead", **DEAD)])
     before = rows_of(database)
     ids = [each["Id"] for each in tasks]
-    assert dict(zip(ids, cancel(*ids), strict=True)) == {id: not id.startswith("sent") for id in ids}
-    assert rows_of(database) == {id: each for id, each in before.items() if id.startswith("sent") or id not in ids}
+    assert dict(zip(ids, cancel(*ids), strict=True)) == {id: not is_ended(id) for id in ids}
+    after = rows_of(database)
+    for id, each in after.items():
+        if id in ids and not is_ended(id):
+            assert None not in (each["SentAt"], each["CancelledBy"])
+            each |= {"SentAt": None, "CancelledBy": None}
+    for each in (after, before):  # an earlier cancel may have released them
+        each["blocked 0"] |= (released := {"AvailableAt": None, "BlockedBy": None})
+        each["blocked 1"] |= released
+    assert after == before
     assert cancel("pending 0", "missing") == [False, False]
 
 
@@ -104,7 +117,7 @@ def test_the_next_task_of_the_key_is_released(cancel: Cancel, database: Database
     before = rows_of(database)
     ids = ("a 1", "b' 0", "waits 0", "behind 1", "two 0", "two 1", "head 1", "alone 0", "no key")
     assert cancel(*ids) == [True] * len(ids)
-    after = rows_of(database)
+    after = {id: each for id, each in rows_of(database).items() if id not in ids}
     released = {"a 2", "b' 2", "two 2", "head 0"}
     assert {id for id in after if after[id] != before[id]} == released
     for id in released:
@@ -112,17 +125,17 @@ def test_the_next_task_of_the_key_is_released(cancel: Cancel, database: Database
 
 
 def test_a_transaction_knows_what_it_has_cancelled(database: Database) -> None:
-    """Reads do not see its deletions: the second answer, the next task of the key, and a new task with the ID."""
+    """Reads do not see its mutations: the second answer, and the next task of the key. The ID stays in use."""
     insert(database, line("a", {"AvailableAt": FUTURE}, DEFERRED, DEFERRED))
 
     def work(transaction: Any) -> list[bool]:
         answers = [outbox.cancel(transaction, id) for id in ("a 0", "a 0", "a 1")]
         return [*answers, outbox.register_once(transaction, "orders", b"", task_id="a 0")]
 
-    assert database.run_in_transaction(work) == [True, False, True, True]
+    assert database.run_in_transaction(work) == [True, False, True, False]
     after = rows_of(database)
-    assert {id: (each["OrderingKey"], each["BlockedBy"]) for id, each in after.items()} == {
-        "a 0": (None, None), "a 2": ("a", None),
+    assert {id: (each["CancelledBy"], each["BlockedBy"]) for id, each in after.items()} == {
+        "a 0": ("application", None), "a 1": ("application", None), "a 2": (None, None),
     }  # fmt: skip
 
 
@@ -139,13 +152,14 @@ def test_a_processed_task_stays_processed_when_it_is_cancelled(database: Databas
 
 
 def test_a_task_of_the_same_transaction_is_not_cancelled(database: Database) -> None:
-    """Whichever function has registered it, also with a random ID, or in the place of a cancelled task."""
+    """Whichever function has registered it, also with a random ID."""
     insert(database, [row("id", AvailableAt=FUTURE), row("other")])
 
     def work(transaction: Any) -> None:
         assert outbox.cancel(transaction, "id")
+        assert not outbox.register_once(transaction, "bills", b"", task_id="id")
         ids = [
-            outbox.register(transaction, "bills", b"", task_id="id"),
+            outbox.register(transaction, "bills", b"", task_id="a"),
             outbox.register(transaction, "orders", b""),
             *outbox.register_many(transaction, [outbox.Task("orders", b""), outbox.Task("orders", b"", task_id="b")]),
         ]
@@ -157,8 +171,8 @@ def test_a_task_of_the_same_transaction_is_not_cancelled(database: Database) -> 
         assert outbox.cancel(transaction, "other")
 
     database.run_in_transaction(work)
-    tasks = rows_of(database)
-    assert (len(tasks), tasks["id"]["Topic"], tasks["id"]["AvailableAt"], "other" in tasks) == (5, "bills", None, False)
+    cancelled = {id: each["Topic"] for id, each in rows_of(database).items() if each["CancelledBy"]}
+    assert cancelled == {"id": "orders", "other": "orders"}
 
 
 def test_concurrent_cancels_of_a_key_release_its_next_task(database: Database, run_async: Callable[..., Any]) -> None:
@@ -178,7 +192,8 @@ def test_concurrent_cancels_of_a_key_release_its_next_task(database: Database, r
     first, *others, again = run_async(lambda ours: ours.run_in_transaction(both))
     assert (others, sorted([first, again])) == ([True, True], [False, True])
     after = rows_of(database)
-    assert {id: each["BlockedBy"] for id, each in after.items() if each["OrderingKey"]} == {"a 3": None, "a 4": "head"}
+    unsent_of_key = {id: each["BlockedBy"] for id, each in after.items() if each["OrderingKey"] and not each["SentAt"]}
+    assert unsent_of_key == {"a 3": None, "a 4": "head"}
 
 
 def test_after_a_reshard_the_new_index_is_read(own_database: Database) -> None:
@@ -187,8 +202,8 @@ def test_after_a_reshard_the_new_index_is_read(own_database: Database) -> None:
     table = TaskTable(opened(own_database))
     list(Resharding(table).run(Layout.added(3)))
     assert own_database.run_in_transaction(outbox.cancel, "a 0")
-    [after] = rows_of(own_database).values()
-    assert (after["Id"], after["AvailableAt"], after["BlockedBy"]) == ("a 1", None, None)
+    after = rows_of(own_database)["a 1"]
+    assert (after["AvailableAt"], after["BlockedBy"]) == (None, None)
 
 
 def test_wrong_transactions_are_refused(database: Database) -> None:
@@ -233,8 +248,7 @@ def test_a_task_is_cancelled_or_received_or_named(
     """Two workers, two applications and an operator at once. Half of the tasks have a key.
 
     A transaction of an application that has read rows before can be older than a worker's claim, and abort it after the
-    publish. Then a task is both. A worker names each of these in its log, and no other.
-    The record of the operator's cancel has those that it has cancelled.
+    publish. Then a task is both. A worker names each of these in its log, and no other, and its row is sent.
     """
     ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
     insert(database, [row(id, OrderingKey=f"k{n % 20}" if n % 2 else None) for n, id in enumerate(ids)])
@@ -257,8 +271,7 @@ def test_a_task_is_cancelled_or_received_or_named(
     named = [id for id in ids for line in logged if id in line]
     assert received & set(cancelled) == set(named)
     assert counted.counts[m.CANCELLED.name] == len(named)
-    recorded = (json_texts(each.published) for each in operations.latest(TaskTable(database), tasks))
-    assert {id for each in recorded for id in each} == set(named) & set(by_operator)
+    assert {id for id, each in rows_of(database).items() if each["CancelledBy"]} == set(cancelled) - set(named)
 
 
 def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,4 +288,4 @@ def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monk
     with pytest.raises(OutboxError, match=r"others write the same rows.*Try again"):
         list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("held",))))
     assert options["timeout_secs"] == admin_table.OPERATOR_ABORTED_SECONDS
-    assert rows_of(database).keys() == {"held"}
+    assert rows_of(database)["held"]["CancelledBy"] is None

@@ -3,6 +3,7 @@
 import html
 import math
 import re
+import threading
 from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
@@ -22,11 +23,12 @@ from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
-from outbox.table.states import NEVER, STATES
+from outbox.table.states import NEVER, STATES, UNSENT
 from tests.support.console import ORIGIN, SAME, console, text
 from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, PAST, control, insert, opened, pause, row
 from tests.support.spanner import record_requests
 from tests.support.statements import scans, unbounded
+from tests.support.waiting import eventually
 
 #: Texts that a page must show as text: markup, quotes, control characters, and characters that reorder text.
 HOSTILE = (
@@ -147,6 +149,25 @@ def test_a_topic_is_paused_by_a_named_person(database: Database, table: TaskTabl
     ]  # fmt: skip
 
 
+def test_a_page_after_an_action_shows_what_was_written_and_how_old_its_figures_are(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It offers what is possible now, however long the read of the figures takes."""
+    insert(database, [row("a")])
+    assert "Pause" in jane.get("/topic?name=orders").text
+    may_end, read = threading.Event(), backlog.read
+    monkeypatch.setattr(backlog, "read", lambda table: read(table) if may_end.wait(60) else None)
+    monkeypatch.setattr(visits, "PATIENCE_SECONDS", 0.05)
+    for path, offered in (("pause", "Resume"), ("resume", "Pause"), ("pause", "Resume")):
+        answer = jane.post(f"/topic/{path}?name=orders", headers=SAME, content="")
+        page = jane.get(answer.headers["location"]).text
+        assert re.search(r"Written at 20[\d :-]+ UTC, figures of 20[\d :-]+ UTC", text(page))
+        assert f">{offered}</button>" in page
+    may_end.set()
+    assert eventually(lambda: "Workers apply it within 10 seconds" in jane.get("/topic?name=orders").text)
+    assert "figures of" not in text(jane.get("/topic?name=orders").text)
+
+
 def test_a_topic_is_checked_and_its_controls_are_forgotten(
     database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +247,7 @@ BOUNDED = (
     "/task?id=head", "/task?id=keyed", "/search", "/search?q=head", "/search?q=k", "/search?q=pending",
     "/tasks/retry?id=head&id=keyed", "/tasks/cancel?id=head", "/tasks/purge?id=sent0",
     *(f"/tasks?state={state}" for state in STATES),
-    *(f"/tasks?state={state}&{more}" for state in STATES[:-1] for more in FILTERS), "/tasks?state=sent&order=oldest",
+    *(f"/tasks?state={state}&{more}" for state in UNSENT for more in FILTERS), "/tasks?state=sent&order=oldest",
     "/tasks?state=sent&follow=1", "/tasks?state=dead&order=attempts",
 )  # fmt: skip
 #: They read all tasks that match: the person must see the exact number before an action.

@@ -171,7 +171,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     id = begun(jane, "/tasks/retry?state=dead")
     eventually(outage.away.is_set)
     page = jane.get("/operations").text
-    assert re.search(r"Spanner did not answer. The figures are [\d.]+s old", page)
+    assert re.search(r"These are [\d.]+s old. Spanner did not answer: a test", page)
     assert re.search(r"As of <time[^>]+>[^<]+</time>, [\d.]+s ago", page)
     assert id in page or "No operation is recorded yet" in page
     answer = jane.get("/tasks")

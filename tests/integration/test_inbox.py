@@ -2,7 +2,9 @@
 
 import base64
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -107,10 +109,23 @@ def test_a_failure_rolls_back_and_leaves_no_lock(shop: Database, account: str) -
     assert not errors
 
 
-def test_a_missing_table_is_named(empty_database: Database) -> None:
+def test_a_missing_table_is_named(empty_database: Database, run_async: Callable[..., Any]) -> None:
+    """By each function that reads. With `register`, the client raises its own error from the commit."""
     receive = inbox.Handler(empty_database, consumer="billing")(lambda *_: None)
     with pytest.raises(outbox.OutboxError, match="table ProcessedTasks is missing"):
         receive(message(task()))
+
+    works: tuple[Callable[[Any, Any], Any], ...] = (
+        lambda of, transaction: of.register_once(transaction, "orders", b"", task_id="t"),
+        lambda of, transaction: of.cancel(transaction, "t"),
+    )
+    for work in works:
+        with pytest.raises(outbox.OutboxError, match="table AsynchronousTasks is missing"):
+            empty_database.run_in_transaction(partial(work, outbox))
+        with pytest.raises(outbox.OutboxError, match="table AsynchronousTasks is missing"):
+            run_async(
+                lambda ours, work=work: ours.run_in_transaction(partial(work, outbox.aio)), empty_database.database_id
+            )
 
 
 def test_a_thread_recovers_from_a_session_that_was_refused(

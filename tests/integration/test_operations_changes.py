@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -11,14 +12,14 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operations, operator_sql, selections, tasks
+from outbox.admin import backlog, changes, operations, operator_sql, selections, tasks, topics
 from outbox.admin.backlog import Count
 from outbox.admin.operations import Author
 from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.console.operation_pages import address_of
 from outbox.devtools.emulators import Emulators
-from outbox.table.states import CANCELLED, NEVER, UNSENT
+from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, NEVER, UNSENT
 from tests.support.commands import Commands, selecting
 from tests.support.console import begun, console, finished
 from tests.support.operations import (
@@ -35,10 +36,9 @@ from tests.support.operations import (
     row,
     rows_of,
     update,
-    update_operation,
 )
-from tests.support.spanner import query
 
+KEY_CHECK = KEY_CHECK_SECONDS * SECOND
 DEAD = {"AvailableAt": NEVER, "Attempts": 10, "LastError": "not_found: 404"}
 EVERY = {"Sequence": 3, "AtMostOnce": True, "Priority": -1, "DueAt": PAST, "Data": b"\x00\xff no message"}
 BILL = DEAD | {"Topic": "it's", "LastError": 'x Not_Found "\\ \N{GRINNING FACE}\n'}
@@ -177,7 +177,13 @@ def test_a_change_counts_changes_and_records_the_selected_tasks(
             before[id] |= new | {"DueAt": (before[id]["DueAt"] or CREATED) if id in ROWS["retrying"] else None}
     if name == "cancel" and "head" in ids:
         before[min({*ROWS["blocked"]} - {*ids})] |= {"AvailableAt": None, "BlockedBy": None}
-    assert after == {id: each for id, each in before.items() if name == "retry" or id not in ids}
+    if name == "cancel":
+        for id in ids:
+            assert None not in (after[id]["SentAt"], after[id]["CancelledBy"])
+            after[id] |= {"SentAt": None, "CancelledBy": None}
+            if id in ROWS["blocked"]:  # it may have been released before
+                after[id] |= {name: before[id][name] for name in ("AvailableAt", "BlockedBy")}
+    assert after == {id: each for id, each in before.items() if name != "purge" or id not in ids}
     [operation] = operations.latest(table, 9)
     assert (operation.operation, operation.tasks, operation.reason) == (name, len(ids), "why")
     assert operation.finished_at is not None
@@ -257,6 +263,8 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
         unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
         came = dict.fromkeys(come if of_ids else (), changes.NEWCOMER)
         assert unchanged == dict.fromkeys(leave, "pending") | came | dict.fromkeys(go, "missing")
+        operation = operations.operation(table, f"{of_ids}") or operations.latest(table, 1)[0]
+        assert operation.unchanged == Counter(unchanged.values())
         after = rows_of(database)
         assert all(after[id][column] == value for id in come for column, value in columns.items())
 
@@ -277,6 +285,12 @@ KEPT = [
 ]
 
 
+def update_rows(database: Database, **columns: Any) -> None:
+    """Update all rows, as SQL by hand does."""
+    for id in rows_of(database):
+        update(database, id, **columns)
+
+
 def of_ids(*ids: str, state: str = selections.ANY_UNSENT) -> TaskSelection:
     return TaskSelection(state=state, ids=ids)
 
@@ -293,55 +307,67 @@ def restore(table: TaskTable, operation: str | None = None, ids: Sequence[str] |
     return changed(changes.change(table, "restore", selection))
 
 
-def kept(database: Database) -> list[str]:
-    return sorted(id for (id,) in query(database, "SELECT Id FROM AsynchronousTasksCancelled"))
+def cancelled(database: Database) -> list[str]:
+    return sorted(id for id, each in rows_of(database).items() if each["CancelledBy"])
 
 
 @pytest.mark.parametrize("by_ids", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_a_restore_after_a_cancel_is_the_identity(database: Database, table: TaskTable, by_ids: bool) -> None:
-    """Of every column of each unsent state, whatever the chunks are."""
-    insert(database, [*KEPT, row("sent", SentAt=PAST), row("large", Data=b"x" * 1_000_000)])
+    """Of every column of each unsent state. Only a deferral ends within a minute, so that its key is read again."""
+    insert(database, [*KEPT, row("sent", SentAt=PAST)])
     before, ids = rows_of(database), [each["Id"] for each in KEPT]
-    id = cancel(table, "large", *ids)
-    assert [*rows_of(database)] == ["sent"]
-    assert kept(database) == sorted(["large", *ids])
-    assert restore(table, *([None, ["large", *ids]] if by_ids else [id])) == sorted(["large", *ids])
-    assert rows_of(database) == before
-    assert kept(database) == []
+    id = cancel(table, *ids)
+    assert cancelled(database) == sorted(ids)
+    soon = table.now() + KEY_CHECK
+    assert restore(table, *([None, ids] if by_ids else [id])) == sorted(ids)
+    after = rows_of(database)
+    for each in (each for each in after.values() if each["BlockedBy"]):
+        assert soon <= each["AvailableAt"] <= table.now() + KEY_CHECK
+        each["AvailableAt"] = before[each["Id"]]["AvailableAt"]
+    assert after == before
 
 
-def test_a_chunk_that_moves_rows_has_few_bytes(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+def test_a_key_that_nothing_holds_is_read_within_a_minute(database: Database, table: TaskTable) -> None:
+    """Also if the tasks whose deferrals would have ended first are cancelled. The next one stays in its selection."""
+    later = {"AvailableAt": FUTURE, "BlockedBy": "k 0"}
+    insert(database, line("k", {"AvailableAt": NEVER}, *[later] * 4))
+    soon = table.now() + KEY_CHECK
+    cancel(table, "k 1", "k 2")
+    for id in ("k 3", "k 4"):
+        each = rows_of(database)[id]
+        assert (each["AvailableAt"] <= table.now() + KEY_CHECK, each["BlockedBy"]) == (id == "k 3", "k 0")
+    assert rows_of(database)["k 3"]["AvailableAt"] >= soon
+    assert changed(changes.change(table, "cancel", TaskSelection(state="blocked"))) == ["k 3", "k 4"]
+
+
+@pytest.mark.parametrize("name", ["resend", "restore", "purge", "retry"])
+def test_what_the_preview_counted_and_the_change_leaves_out_is_an_error(
+    emulators: Emulators, database: Database, table: TaskTable, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A commit has at most 100 MB. The tasks of a key are restored in its order, whatever their IDs and chunks are."""
-    monkeypatch.setattr(selections, "CHUNK", 9)
-    monkeypatch.setattr(changes, "CHUNK_BYTES", 5_000)
-    names = [f"{9 - n}" for n in range(9)]
-    rows = [row(id, OrderingKey="k", Sequence=n, Data=b"x" * 2_000) for n, id in enumerate(names)]
-    insert(database, rows)
-    outcomes = list(changes.change(table, "cancel", TaskSelection(state="pending"), id=(id := operations.new_id())))
-    assert max(len(each.changed) for each in outcomes) == 2
-    for selection in (TaskSelection(state=CANCELLED, operation=id), of_ids(*sorted(names), state=CANCELLED)):
-        restored = [each.changed for each in changes.change(table, "restore", selection)]
-        assert [set(chunk) for chunk in restored] == [set(names[n : n + 2]) for n in range(0, 9, 2)]
-        cancel(table, *names)
+    """In the command, by reason, and in the record. Another change comes between the preview and the first chunk."""
+    insert(database, [row(f"{n}", **STATES["dead" if name == "retry" else "sent"]) for n in range(5)])
+    if name == "restore":
+        update_rows(database, CancelledBy="an operation")
+    counted = selections.count
 
+    def count(*arguments: Any, **options: Any) -> Count:
+        found = counted(*arguments, **options)
+        delete(database, "1")
+        update(database, "3", SentAt=None, CancelledBy=None, AvailableAt=None)
+        return found
 
-def test_a_task_whose_id_exists_again_is_refused_and_counted(database: Database, table: TaskTable) -> None:
-    """Also by the dry run. Of an ID that was cancelled twice, the last task is restored."""
-    insert(database, [row("a"), row("b"), row("c")])
-    id = cancel(table, "a", "b", "c")
-    insert(database, [row("a", Topic="new")])
-    selection = TaskSelection(state=CANCELLED, operation=id, as_of=table.now())
-    preview = selections.preview(table, selection, "restore")
-    assert (preview.tasks, preview.refused, preview.groups) == (2, {"exists": 1}, [["orders", None, 3]])
-    [outcome] = [each for each in changes.change(table, "restore", selection) if each.unchanged]
-    assert outcome.unchanged == {"a": "exists"}
-    assert (sorted(rows_of(database)), kept(database)) == (["a", "b", "c"], ["a"])
-    again = cancel(table, "a")
-    assert (restore(table, id), restore(table, again)) == ([], ["a"])
-    assert rows_of(database)["a"]["Topic"] == "new"
-    assert selections.preview(table, of_ids("a", "x", state=CANCELLED), "restore").refused == {"missing": 2}
+    monkeypatch.setattr(selections, "count", count)
+    if name == "resend":
+        monkeypatch.setattr("publishworker.pubsub.resending.opened", lambda *_: lambda _messages: {})
+        monkeypatch.setattr(topics, "check_destinations", lambda *_, **__: None)
+    words = {"resend": ["--to=other", "--topic=orders"], "restore": ["--state=cancelled"], "retry": ["--state=dead"]}
+    arguments = [*words.get(name, ["--state=sent", "--until=1m"]), "--yes", "--reason=why"]
+    done = Commands(emulators, database).here(name, *arguments)
+    assert done.code == 1
+    assert done.stdout.endswith(": 3 tasks\n")
+    [operation] = operations.latest(table, 1)
+    assert (operation.tasks, operation.selected, sum(operation.unchanged.values())) == (3, 5, 2)
+    assert len(re.findall("not (?:changed|published)", done.stderr)) == len(operation.unchanged)
 
 
 def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Database, table: TaskTable) -> None:
@@ -365,35 +391,44 @@ def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Dat
         assert selections.preview(table, selection, "restore").overtaken == 3
 
 
-#: The columns of the head of a deferred task, whether a restore releases the task, and whether a retry does.
-HEADS: dict[str, tuple[dict[str, Any] | None, bool, bool]] = {
-    "gone": (None, True, True),
-    "dead": ({"AvailableAt": NEVER}, False, False),
-    "retrying": ({"AvailableAt": FUTURE, "Attempts": 2}, False, False),
-    "ready": ({}, True, False),  # a worker soon releases it
-    "sent": ({"SentAt": PAST}, True, True),
-    "expired": ({"ExpiresAt": PAST, "AvailableAt": NEVER}, True, True),
-    "of another key": ({"OrderingKey": "l"}, True, True),
-    "of another topic": ({"Topic": "invoices"}, True, True),
+#: The columns of the head of a deferred task, and whether a retry releases the task.
+HEADS: dict[str, tuple[dict[str, Any] | None, bool]] = {
+    "gone": (None, True),
+    "dead": ({"AvailableAt": NEVER}, False),
+    "retrying": ({"AvailableAt": FUTURE, "Attempts": 2}, False),
+    "ready": ({}, False),  # a worker soon releases it
+    "sent": ({"SentAt": PAST}, True),
+    "expired": ({"ExpiresAt": PAST, "AvailableAt": NEVER}, True),
+    "of another key": ({"OrderingKey": "l"}, True),
+    "of another topic": ({"Topic": "invoices"}, True),
 }
 
 
-@pytest.mark.parametrize(("head", "restored", "retried"), HEADS.values(), ids=HEADS)
-def test_a_deferred_task_is_released_unless_its_head_waits(
-    database: Database, table: TaskTable, head: dict[str, Any] | None, restored: bool, retried: bool
+@pytest.mark.parametrize(("head", "retried"), HEADS.values(), ids=HEADS)
+def test_a_retry_releases_a_deferred_task_unless_its_head_waits(
+    database: Database, table: TaskTable, head: dict[str, Any] | None, retried: bool
 ) -> None:
-    """By a restore and by a retry. Otherwise nothing would release it before its deferral ends."""
-    deferred = {"AvailableAt": FUTURE, "BlockedBy": "head"}
-    insert(database, [row("task", OrderingKey="k", **deferred)])
+    insert(database, [row("task", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")])
     insert(database, [row("head", **{"OrderingKey": "k", **head})] if head is not None else [])
-    before = rows_of(database)["task"]
-    assert restore(table, cancel(table, "task")) == ["task"]
-    assert rows_of(database)["task"] == before | ({"AvailableAt": None, "BlockedBy": None} if restored else {})
-    update(database, "task", **deferred)
     selection = TaskSelection(ids=("task",))
     assert selections.count(table, selection, exact=True).number == retried
     assert changed(changes.change(table, "retry", selection)) == ["task"] * retried
     assert (rows_of(database)["task"]["BlockedBy"] is None) == retried
+
+
+def test_a_cancelled_task_that_sql_made_unsent_is_restored_or_cancelled_again(
+    database: Database, table: TaskTable
+) -> None:
+    """A retry does not promise to send it, and a purge deletes no unsent task."""
+    insert(database, [row("a", AvailableAt=NEVER), row("b", AvailableAt=NEVER), row("sent", SentAt=PAST)])
+    cancel(table, "a", "b")
+    update_rows(database, SentAt=None)
+    for name, state in (("retry", "dead"), ("purge", CANCELLED)):
+        [outcome] = changes.change(table, name, of_ids("a", "b", state=state))
+        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {operator_sql.MADE_UNSENT})
+    assert changed(changes.change(table, "cancel", of_ids("a"))) == ["a"]
+    assert restore(table, ids=["a", "b"]) == ["a", "b"]
+    assert {id for id, each in rows_of(database).items() if each["SentAt"] or each["CancelledBy"]} == set()
 
 
 def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: TaskTable) -> None:
@@ -419,26 +454,7 @@ def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: 
     assert [each.state for each in both] == ["pending"] + [CANCELLED] * 7
     shown = tasks.task(table, "3")
     assert shown
-    assert (shown.state, shown.columns["OperationId"], shown.columns["SentAt"]) == (CANCELLED, second, None)
+    assert (shown.state, shown.columns["CancelledBy"]) == (CANCELLED, second)
     assert tasks.beginning_with(table, ["7", "6"], 9) == {"7": ["7"], "6": ["6"]}
     assert changed(changes.change(table, "purge", TaskSelection(state=CANCELLED, topic="bills"))) == list("135")
-    assert (kept(database), [*rows_of(database)]) == (list("0246"), ["7"])
-
-
-def test_a_task_that_a_worker_had_published_is_restored_as_sent(database: Database, table: TaskTable) -> None:
-    """Its message is out, as the record of the cancel says. So no second one is published.
-
-    One that was to be sent again is restored unsent: the worker may have published it before that.
-    """
-    out = row("out", AvailableAt=PAST, Attempts=2, LastError="x", DueAt=PAST)
-    insert(database, [row("again"), out, row("kept")])
-    update(database, "again", TimesSent=1)
-    id = cancel(table, "again", "out", "kept")
-    update_operation(database, id, Published='{"again": "16", "out": "17"}')
-    assert restore(table, id) == ["again", "kept", "out"]
-    after = rows_of(database)
-    assert (after["again"]["SentAt"], after["kept"]["SentAt"]) == (None, None)
-    sent = {name: after["out"][name] for name in ("AvailableAt", "DueAt", "Attempts", "LastError")}
-    assert after["out"]["SentAt"] is not None
-    assert sent == {"AvailableAt": None, "DueAt": None, "Attempts": 0, "LastError": None}
-    assert query(database, "SELECT TimesSent FROM AsynchronousTasks ORDER BY Id") == [[1], [0], [1]]
+    assert (cancelled(database), sorted(rows_of(database))) == (list("0246"), list("02467"))

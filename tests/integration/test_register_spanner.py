@@ -21,12 +21,12 @@ from google.protobuf.json_format import ParseDict
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox import aio
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
 from outbox.table import transactions
 from outbox.testing import RecordingTransaction, assert_registered
+from tests.support.clients import aio
 from tests.support.drivers import aborting
 from tests.support.operations import delete, update
 from tests.support.processes import ROOT
@@ -236,7 +236,7 @@ def test_an_outage_ends_a_call(
         run_async(work)
 
 
-@pytest.mark.parametrize("transaction", [Transaction(mock.Mock()), RecordingTransaction(), None])
+@pytest.mark.parametrize("transaction", [Transaction(mock.Mock(_transaction=None)), RecordingTransaction(), None])
 def test_another_transaction_is_a_type_error(transaction: Any) -> None:
     with pytest.raises(TypeError, match=r"transaction of a Spanner AsyncClient\. With .* use outbox\.register_once"):
         asyncio.run(once_async(transaction))

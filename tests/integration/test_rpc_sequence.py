@@ -328,18 +328,19 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
 
 
 def test_missing_grants_are_found_before_a_task_is_published(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """A read and two commits of rows that do not exist. Spanner answers NOT_FOUND if the columns may be written."""
-    mock.mock_spanner.add_result(relay_sql.READ_MARK_COLUMNS, result((STRING,) * len(relay_sql.MARK_COLUMNS), []))
+    """Two reads, and two commits that change nothing: Spanner answers NOT_FOUND if the columns may be written."""
+    columns = len(relay_sql.MARK_COLUMNS) + len(relay_sql.READ_COLUMNS)
+    mock.mock_spanner.add_result(relay_sql.CHECK_COLUMNS, result((STRING,) * columns, []))
+    mock.mock_spanner.add_result(relay_sql.DISCOVER_NO_TOPICS, result((STRING,) * 4, []))
     absent, denied = error(code_pb2.NOT_FOUND, "Row not found"), error(code_pb2.PERMISSION_DENIED, "Role r: no")
     mock.mock_spanner.add_error("Commit", absent)
-    mock.mock_spanner.add_error("Commit", absent)
     verify_grants(database)
-    commits = [each for each in mock.requests if type(each).__name__ == "CommitRequest"]
-    written = [(each.mutations[0].update.table, *each.mutations[0].update.columns) for each in commits]
-    assert written == [
-        ("AsynchronousTasks", *relay_sql.MARK_COLUMNS),
-        ("AsynchronousTaskWorkers", *relay_sql.HEARTBEAT_COLUMNS),
-    ]
+    [mark, heartbeat] = [each for each in mock.requests if type(each).__name__ == "CommitRequest"]
+    update, [insert, delete] = mark.mutations[0].update, heartbeat.mutations
+    assert (update.table, *update.columns) == ("AsynchronousTasks", *relay_sql.MARK_COLUMNS)
+    row = insert.insert_or_update
+    assert (row.table, *row.columns) == ("AsynchronousTaskWorkers", *relay_sql.HEARTBEAT_COLUMNS)
+    assert delete.delete.key_set.keys[0][0] == row.values[0][0]
     for request, verb in (("ExecuteStreamingSql", "read"), ("Commit", "update")):
         mock.mock_spanner.add_error(request, denied)
         sentence = rf"may not {verb} Id, SentAt, TimesSent.*BlockedBy.* of AsynchronousTasks\..*roles.sql.*Role r: no"
@@ -375,14 +376,14 @@ def problems(statement: str) -> Iterator[str]:
 def test_no_plan_depends_on_the_optimizer() -> None:
     """Of the statements on the page, with and without each narrowing condition."""
     page, statements = runpy.run_path(str(ROOT / "docs/statements.py"))["page"], set[str]()
-    for state, names, newest in itertools.product((*STATES, CANCELLED), NARROWED, (False, True)):
+    for state, names, newest in itertools.product(STATES, NARROWED, (False, True)):
         states = [state] if state in UNSENT else ["dead"]
         given = {
             "state": state,
             "states": states,
+            "ended": CANCELLED if newest else "sent",
             "names": names,
             "newest": newest,
-            "cancelled": newest,
             "by_key": newest,
         }
         page.__globals__["EXAMPLES"] |= given | {"attempts": not newest}

@@ -80,14 +80,14 @@ class Objects(list[Object]):
 
         def find(value: Any) -> None:
             if isinstance(value, dict):
-                found.update([json.dumps(value["matchLabels"])] if "matchLabels" in value else [])
+                found.update([json.dumps(value["matchLabels"], sort_keys=True)] if "matchLabels" in value else [])
             for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
                 find(each)
 
         # An egress rule selects the pods of others.
         find([{key: each["spec"][key] for key in each["spec"] if key != "egress"} for each in self if "spec" in each])
         deployments = [each["spec"] for each in self.of_kind("Deployment")]
-        assert found == {json.dumps(each["selector"]["matchLabels"]) for each in deployments}
+        assert found == {json.dumps(each["selector"]["matchLabels"], sort_keys=True) for each in deployments}
         for each in deployments:
             assert each["selector"]["matchLabels"].items() <= each["template"]["metadata"]["labels"].items()
         return found

@@ -292,26 +292,30 @@ QUERIES = [
 ]
 
 
+#: The names of a release in the page's commands.
+NAMES = "env=production service=publishworker"
 #: Prints what it would send. The objective comes from a file, and its answer has the ID of the new objective.
 CURL = """curl() { case "$*" in */slo\\ *) echo '{"data": [{"id": "slo-1"}]}' ;; *) tr -d '\\n'; echo ;; esac; }"""
 
 
 def test_the_page_applies_all_files_with_full_links() -> None:
-    """The commands for the API, with a `curl` that prints what it would send; Terraform replaces the same variable."""
+    """The commands for the API, with a `curl` that prints what it would send, with the names of another release."""
     [script] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     sent = subprocess.run(
-        ["bash", "-euc", f"DD_API_KEY=a DD_APP_KEY=b\n{CURL}\n{script}"],
+        ["bash", "-euc", f"DD_API_KEY=a DD_APP_KEY=b\n{CURL}\n{script.replace(NAMES, 'env=staging service=eu')}"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     documents = [json.loads(line) for line in sent.splitlines()]
     assert len(documents) == 2 * len(MONITORS) + 2
     assert documents[-1]["query"] == BURN_RATE["query"].replace("${slo_id}", "slo-1")
+    assert NAMES in script
+    assert not re.findall(r"env:production|service:publishworker", sent)
+    assert all('"Outbox eu, staging: ' in line for line in sent.splitlines())
     links = re.findall(r"[^\s(]+\.md\b", sent)
     assert {link.partition("/docs/")[0] for link in links} == {"https://github.com/my-org/outbox/blob/main"}
     assert "${" not in sent
     texts = json.dumps([DASHBOARD, MONITORS, SLO, BURN_RATE])
     assert {*re.findall(r"[$%]\{.*?\}", texts)} == {"${docs_url}", "${slo_id}"}
-    assert PAGE.count("docs_url = var.docs_url") == 3
     assert "my-project" not in sent
 
 

@@ -109,11 +109,35 @@ def test_a_job_runs_the_command_of_the_page_as_the_worker(tmp_path: Path) -> Non
     objects = rendered(file.parent)
     job, found = objects.the("Job"), objects.container()
     [command] = job["spec"]["template"]["spec"]["containers"]
+    # The ConfigMap exists: its name, which has the hash of its content, is that of the worker's overlay.
     assert (command["image"], command["envFrom"]) == (found["image"], found["envFrom"])
-    labels = job["spec"]["template"]["metadata"]["labels"]
-    assert not any(json.loads(each).items() <= labels.items() for each in objects.selectors())
+    assert command["envFrom"] == rendered("overlays/production").container()["envFrom"]
+    assert command["env"] == [{"name": "OUTBOX_DATABASE_ROLE", "value": "outbox_operator"}]
+    pod = job["spec"]["template"]
+    assert not any(json.loads(each).items() <= pod["metadata"]["labels"].items() for each in objects.selectors())
+    # What `kubectl apply --selector` creates: all that the pod needs, and nothing of the worker.
+    [(key, value)] = [each.split("=") for each in re.findall(r"kubectl apply --filename=- --selector=(\S+)", page)]
+    selected = [each for each in objects if each["metadata"].get("labels", {}).get(key) == value]
+    assert [each["kind"] for each in selected] == ["ServiceAccount", "Job"]
+    assert selected[0]["metadata"]["name"] == pod["spec"]["serviceAccountName"] != "publishworker"
     assert [*command["command"], *command["args"]][:2] == ["outbox", "retry"]
     assert vars(_parser().parse_args(command["args"]))["reason"] == job["metadata"]["name"] == "ticket-4711"
+
+
+def test_deleting_the_overlay_keeps_the_namespace() -> None:
+    """Which may contain the workers of another database. The namespace is that of the overlay."""
+    objects = rendered("overlays/production")
+    assert objects.of_kind("Namespace") == []
+    namespace = yaml.safe_load((K8S / "overlays/production/namespace.yaml").read_text())
+    assert {each["metadata"]["namespace"] for each in objects} == {namespace["metadata"]["name"]}
+
+
+def test_the_selectors_are_those_of_the_first_version() -> None:
+    """Kubernetes refuses another selector of a Deployment, so `kubectl apply` would fail."""
+    for folder, name in (("base", "publishworker"), ("overlays/production", "publishworker")):
+        selector = rendered(folder).the("Deployment", name)["spec"]["selector"]
+        names = {"app.kubernetes.io/instance": name, "app.kubernetes.io/name": name}
+        assert selector == {"matchLabels": names}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -132,8 +156,8 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
 
 
 def test_the_startup_probe_waits_for_all_requests_of_a_start() -> None:
-    """Two sessions, two reads of the schema, one read and two commits for the permissions, and a heartbeat."""
-    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + GRANT_SECONDS + 2 * COMMIT_SECONDS
+    """Two sessions, two reads of the schema, two reads and two commits for the permissions, and a heartbeat."""
+    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + 2 * GRANT_SECONDS + 2 * COMMIT_SECONDS
     probe = rendered("overlays/production").container()["startupProbe"]
     imports = 10
     assert probe["periodSeconds"] * probe["failureThreshold"] >= requests + HEARTBEAT_TIMEOUT_SECONDS + imports

@@ -238,7 +238,7 @@ def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(tmp_path: Pat
     assert {"name": "SPARK_LOCAL_DIRS", "value": "/var/data/spark"} in found["env"]
     assert pod["metadata"]["labels"]["tags.datadoghq.com/version"] == found["image"].partition(":")[2]
     assert pod["spec"]["serviceAccountName"] == "outbox-pipeline"
-    file = "local:///opt/pipeline/lib/python3.11/site-packages/outbox_pipeline/__main__.py"
+    file = "local:///opt/pipeline/lib/python3.13/site-packages/outbox_pipeline/__main__.py"
     assert found["args"][0] == "driver"
     assert found["args"][-6:] == [file, "archive", "--archive", "gs://my-bucket/archive", "--window", "1d"]
     # 2g for Java and 1g for Python.

@@ -22,7 +22,6 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 from outbox.admin import operations
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
-from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs import archive as job
@@ -32,7 +31,6 @@ from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, MICROSECOND, Watch, delete, insert, insert_cancelled, row, rows_of, update
 from tests.support.pipeline import DAY, NEXT_DAY, Case, Files, fail_half_way, first_try_fails, meddle, remove, sent
-from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -56,7 +54,7 @@ def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime
     with database.snapshot() as snapshot:
         found = list(snapshot.execute_sql(f"SELECT {', '.join(names)} FROM AsynchronousTasks"))
     data = names.index("Data")
-    rows = [(*values[:data], base64.b64decode(values[data]), *values[data + 1 :], None, day.date()) for values in found]
+    rows = [(*values[:data], base64.b64decode(values[data]), *values[data + 1 :], day.date()) for values in found]
     return spark.createDataFrame(rows, schemas.ARCHIVED, verifySchema=False)
 
 
@@ -169,7 +167,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
         {"deleted": 1, "resent": 0, "missing": 0},
         {"deleted": 0, "resent": 0, "missing": 0},
     ]
-    assert caplog.messages[-2] == "purged 1 tasks sent from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
+    assert caplog.messages[-2] == "purged 1 tasks of 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
     nothing = archive(late=True)
     assert nothing.windows == 0
     assert (
@@ -188,20 +186,21 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     assert "stays" in case.rows()
 
 
-def test_cancelled_tasks_are_archived_and_a_purge_keeps_a_restored_one(case: Case):
-    """Their windows are by CancelledAt. The first window is that of the earliest one."""
+def test_cancelled_tasks_are_archived_and_purged_like_sent_ones(case: Case):
+    """A purge keeps one that was restored since, and one that its worker has marked as sent."""
     at, full = DAY + HOUR, {"OrderingKey": "k", "Sequence": 3, "LastError": "x", "AvailableAt": NEVER, "Attempts": 2}
-    insert_cancelled(case.database, [row("cancelled", **full), row("restored")], at)
+    insert_cancelled(case.database, [row("cancelled", **full), row("restored"), row("published")], at)
     insert_cancelled(case.database, [row("later")], NEXT_DAY)
     case.insert([sent("sent", at + HOUR)])
     done = case.archive(late=True)
-    assert (done.windows, done.written, done.until) == (1, 3, NEXT_DAY)
+    assert (done.windows, done.written, done.until) == (1, 4, NEXT_DAY)
     tasks = {
         each["Id"]: each
         for each in read_archive(case.spark, str(case.folder), since=at, until=NEXT_DAY).toArrow().to_pylist()
     }
-    assert {id: (each["CancelledAt"], each["SentAt"]) for id, each in tasks.items()} == {
-        "cancelled": (at, None), "restored": (at, None), "sent": (None, at + HOUR),
+    by = "an operation"
+    assert {id: (each["SentAt"], each["CancelledBy"]) for id, each in tasks.items()} == {
+        "cancelled": (at, by), "restored": (at, by), "published": (at, by), "sent": (at + HOUR, None),
     }  # fmt: skip
     assert (
         tasks["cancelled"].items()
@@ -209,11 +208,11 @@ def test_cancelled_tasks_are_archived_and_a_purge_keeps_a_restored_one(case: Cas
     )
     assert 0 <= tasks["cancelled"]["Shard"] < 10
 
-    case.insert([row("restored")])
+    update(case.database, "restored", SentAt=None, CancelledBy=None)
+    update(case.database, "published", CancelledBy=None)
     done = case.archive(purge=True)
-    assert (done.deleted, done.resent, done.missing) == (1, 0, 0)
-    assert case.rows().keys() == {"restored"}
-    assert {id for (id,) in query(case.database, f"SELECT Id FROM {CANCELLED}")} == {"cancelled", "restored", "later"}
+    assert (done.deleted, done.resent, done.missing) == (2, 2, 0)
+    assert case.rows().keys() == {"restored", "published", "later"}
 
 
 def test_a_window_is_read_as_of_when_its_marks_are_final(case: Case, monkeypatch: pytest.MonkeyPatch):
@@ -256,7 +255,7 @@ def test_an_archive_that_cannot_run_says_what_to_do(case: Case, monkeypatch: pyt
     with pytest.raises(OutboxError, match="is too long: Spanner deletes sent or cancelled tasks after 7 days, and"):
         case.archive(window="7d", until=DAY + HOUR * 24 * 14, late=True)
     with monkeypatch.context() as patch:
-        patch.setattr(job.schema, "retention", lambda _, table, **__: HOUR * 24 if table == CANCELLED else None)
+        patch.setattr(job.schema, "retention", lambda _, **__: HOUR * 24)
         with pytest.raises(OutboxError, match="after 1 day, and the window is read a minute after its end"):
             case.archive(late=True)
     with pytest.raises(OutboxError) as caught:
@@ -380,7 +379,8 @@ def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Dat
     table = Table(Watch(database).database)
     operation = operations.begin(table, "purge", {}, Tasks=0).id
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
-    assert purge_chunk(table, {"a": DAY, "b": DAY}, operation) == {"deleted": 1, "resent": 1, "missing": 0}
+    wanted = dict.fromkeys("ab", (DAY, None))
+    assert purge_chunk(table, wanted, operation) == {"deleted": 1, "resent": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
 
 

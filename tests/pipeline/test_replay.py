@@ -1,8 +1,9 @@
-"""The job `replay`: selection, writes and the record, also if the job is killed and resumed."""
+"""The job `replay`: selection, writes and the record, also if Spark tasks are repeated."""
 
 import dataclasses
 import json
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs import replay as job
 from outbox_pipeline.jobs.replay import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed, replay_chunk
-from outbox_pipeline.spanner import Table, open_table
+from outbox_pipeline.spanner import Table
+from publishworker.spanner import relay_sql
+from publishworker.types import LockedRow, Version
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, insert_cancelled, opened, row, rows_of, update
 from tests.support.pipeline import DAY, NEXT_DAY, Case, fail_after_writes, fail_half_way, meddle, sent
@@ -33,8 +36,14 @@ from tests.support.spanner import query
 HOUR, MICROSECOND = timedelta(hours=1), timedelta(microseconds=1)
 
 
-def counts(done: Replayed) -> tuple[int, int, int, int, int, int]:
-    return (done.selected, done.replayed, done.registered, done.unsent, done.resent, done.missing)
+def counts(done: Replayed) -> tuple[int, ...]:
+    names = ("selected", "replayed", "registered", "unsent", "resent", "cancelled", "replaced")
+    return tuple(getattr(done, name) for name in names)
+
+
+def archived(id: str, **columns: Any) -> dict[str, Any]:
+    """Return a row as the archive has it, of a task that was sent once."""
+    return {name: row(id, **columns).get(name) for name in ARCHIVED_COLUMNS} | {"Data": b"", "TimesSent": 1}
 
 
 def send(emulators: Emulators, database: Database) -> None:
@@ -42,7 +51,8 @@ def send(emulators: Emulators, database: Database) -> None:
         assert process.wait(60) == 0
 
 
-def test_a_selection_gives_the_same_tasks_from_table_and_archive(case: Case):
+def test_flags_select_archived_tasks(case: Case):
+    """Of each task, its last row decides. A task that was cancelled last is not selected."""
     tasks = {
         "first": sent("first", DAY, Data=serialized(b'{"cents": 7}', attributes={"kind": "paid", "none": ""})),
         "second": sent("second", DAY + HOUR, Topic="invoices", Priority=9),
@@ -50,31 +60,32 @@ def test_a_selection_gives_the_same_tasks_from_table_and_archive(case: Case):
         "odd": sent("odd", DAY + 3 * HOUR, Data=b"\xff no message"),
     }
     case.insert([*tasks.values(), row("ready"), row("dead", AvailableAt=NEVER)])
+    case.insert([sent("retried, then cancelled", DAY)])
+    insert_cancelled(case.database, [row("cancelled")], DAY)
     case.archive(late=True)
+    update(case.database, "retried, then cancelled", SentAt=NEXT_DAY, CancelledBy="an operation")
+    case.archive(until=NEXT_DAY + 24 * HOUR, late=True)
     before = case.rows()
     hour, three = shown(DAY + HOUR), shown(DAY + 3 * HOUR)
-    table: dict[str, str] = {}
-    files = {"archive": str(case.folder)}
-    expected: list[tuple[dict[str, str], dict[str, str], set[str]]] = [
-        (table, {"until": "0s"}, set(tasks)),
-        (files, {"until": "0s"}, set(tasks)),
-        (table, {"since": hour, "until": three}, {"second", "third"}),
-        (files, {"since": shown(DAY + HOUR + MICROSECOND), "until": three}, {"third"}),
-        (files, {"until": hour, "topic": "orders"}, {"first"}),
-        (table, {"topic": "orders", "where": "map_contains_key(Attributes, 'kind')"}, {"first", "third"}),
-        (files, {"where": "Payload IS NULL", "topic": "orders", "until": shown(NEXT_DAY)}, {"odd"}),
-        (table, {"where": "State = 'sent' AND Attributes['kind'] = 'paid' OR Priority = 9"}, {"first", "second"}),
-        (files, {"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
+    expected: list[tuple[dict[str, str], set[str]]] = [
+        ({"until": "0s"}, set(tasks)),
+        ({"since": hour, "until": three}, {"second", "third"}),
+        ({"since": shown(DAY + HOUR + MICROSECOND), "until": three}, {"third"}),
+        ({"until": hour, "topic": "orders"}, {"first"}),
+        ({"topic": "orders", "where": "map_contains_key(Attributes, 'kind')"}, {"first", "third"}),
+        ({"where": "Payload IS NULL", "topic": "orders", "until": shown(NEXT_DAY)}, {"odd"}),
+        ({"where": "State = 'sent' AND Attributes['kind'] = 'paid' OR Priority = 9"}, {"first", "second"}),
+        ({"where": "get_json_object(cast(Payload AS string), '$.cents') > 7"}, {"third"}),
     ]
-    for source, flags, ids in expected:
-        done = case.replay(**flags, **source, dry_run=True)
+    for flags, ids in expected:
+        done = case.replay(**flags, dry_run=True)
         assert done.sample is not None
-        assert {each["id"] for each in done.sample} == ids, (flags, source)
+        assert {each["id"] for each in done.sample} == ids, flags
         assert done.selected == len(ids)
         assert all(each["sent_at"] == tasks[each["id"]]["SentAt"] for each in done.sample)
         topics = [tasks[id]["Topic"] for id in ids]
         assert done.topics == {name: topics.count(name) for name in topics}
-        assert counts(done)[1:] == (0, 0, 0, 0, 0)
+        assert set(counts(done)[1:]) == {0}
         assert done.replay_id is None
     assert case.rows() == before
     assert case.operations() == []
@@ -83,6 +94,7 @@ def test_a_selection_gives_the_same_tasks_from_table_and_archive(case: Case):
 def test_a_dry_run_counts_all_tasks_and_shows_some(case: Case):
     topics = [f"topic-{number:02d}" for number in range(job.TOPICS + 5)]
     case.insert([sent(f"{t}-{n}", DAY, Topic=t) for place, t in enumerate(topics) for n in range(1 + place % 3)])
+    case.archive(late=True)
     done = case.replay(where="true", dry_run=True)
     assert done.selected == sum(1 + place % 3 for place in range(len(topics)))
     assert done.topics is not None
@@ -106,13 +118,14 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
     ]
     stay = [row("ready"), row("dead", AvailableAt=NEVER), sent("other", DAY, Topic="others")]
     case.insert([*twins, *of_key, *stay])
+    case.archive(late=True)
     before = case.rows()
     watch = Watch(case.database)
     [_] = changes.change(watch.table, "retry", selections.TaskSelection(ids=("retry1", "retry2")))
     caplog.set_level("INFO", "outbox_pipeline")
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
     done = case.replay(where=where, until="0s", reason="the report lost a day")
-    assert counts(done) == (2 + len(of_key), 2 + len(of_key), 0, 0, 0, 0)
+    assert counts(done) == (2 + len(of_key), 2 + len(of_key), 0, 0, 0, 0, 0)
     after = case.rows()
     changed = ("SentAt", "ExpiresAt", "Attempts")
     for number in (1, 2):
@@ -128,34 +141,28 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
     assert (note["OperationId"], note["Reason"]) == (done.replay_id, "the report lost a day")
     assert note["Tasks"] == 2 + len(of_key)
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
-    assert {**json.loads(note["Selection"]), "until": ""} == {"where": where, "until": ""}
-    notes = [line for line in caplog.messages if line.startswith("Replay ")]
-    assert len(notes) == 2
-    assert f"continue it with --resume {done.replay_id}" in notes[0]
-    assert f"Replay {done.replay_id} finished" in notes[1]
+    selection = {"archive": str(case.folder), "where": where, "until": ""}
+    assert {**json.loads(note["Selection"]), "until": ""} == selection
+    assert f"Replay {done.replay_id} finished" in caplog.text
 
     delete(case.database, *(each["Id"] for each in (*twins, *stay)))
     send(emulators, case.database)
     messages = subscription.drain(0.5)
     assert first_deliveries(messages) == {"k": [each["Id"] for each in of_key]}
     assert len(messages) == len(of_key), "nothing twice"
-    # Tasks that the replay has sent are not selected again, because they were sent after it began.
-    assert counts(case.replay(topic=topic, until=note["StartedAt"])) == (0,) * 6
 
 
-@pytest.mark.parametrize("source", ["table", "archive"])
-def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: Case, pubsub: PubSub, source: str):
-    """Also purged tasks of an archive. It is recorded, and a resumed one publishes all tasks again."""
+def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: Case, pubsub: PubSub):
+    """Also purged tasks, but none that was cancelled since it was archived. It is recorded."""
     to = pubsub.new_subscription(pubsub.new_topic(), ordered=True)
     keyed = {"OrderingKey": "k", "CreatedAt": DAY}
     case.insert([sent(f"{99 - n}", DAY + (n % 7) * MICROSECOND, Sequence=n, **keyed) for n in range(50)])
-    case.insert([sent("broken", DAY, Data=b"\xff"), sent("other", DAY, Topic="others"), row("ready")])
-    flags = {}
-    if source == "archive":
-        case.archive(late=True)
-        delete(case.database, "98", "99")
-        flags = {"archive": str(case.folder)}
-    before, replay = case.rows(), partial(case.replay, topic="orders", **flags)
+    case.insert([sent(id, DAY, Data=b"\xff") for id in ("broken", "cancelled")])
+    case.insert([sent("other", DAY, Topic="others"), row("ready")])
+    case.archive(late=True)
+    delete(case.database, "98", "99")
+    update(case.database, "cancelled", SentAt=NEXT_DAY, CancelledBy="application")
+    before, replay = case.rows(), partial(case.replay, topic="orders")
     for wrong, sentence in (("orders", "is the topic of the tasks"), ("nowhere", "nowhere does not exist")):
         with pytest.raises(OutboxError, match=sentence):
             replay(to=wrong)
@@ -163,15 +170,11 @@ def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(case: 
         case.replay(where="true", to=to.topic)
     assert case.operations() == []
     done = replay(to=to.topic, reason="ticket 4711")
-    assert (done.selected, done.published, done.refused, done.replayed) == (51, 50, 1, 0)
+    assert (done.selected, done.published, done.refused, done.cancelled, done.replayed) == (52, 50, 1, 1, 0)
     in_order = {"k": [f"{99 - n}" for n in range(50)]}
     assert first_deliveries(to.drain()) == in_order
     [note] = case.operations()
     assert (note["Tasks"], json.loads(note["Selection"])["to"]) == (50, to.topic)
-    with case.database.batch() as batch:
-        batch.update(OPERATIONS, ("OperationId", "FinishedAt"), [(done.replay_id, None)])
-    assert case.replay(resume=done.replay_id or "").published == 50
-    assert first_deliveries(to.drain()) == in_order
     assert case.rows() == before
 
 
@@ -185,7 +188,7 @@ def test_purged_tasks_are_restored_from_the_archive(case: Case):
     there = [sent(id, DAY, Topic="there") for id in ("same", "unsent", "dead")]
     case.insert([*gone, *large, *there])
     case.archive(late=True, purge=False)
-    archived = case.rows()
+    before = case.rows()
     # Tasks that were sent again are in two windows, one of them with another ordering key.
     update(case.database, "plain", SentAt=NEXT_DAY, Topic="again", OrderingKey="other")
     case.archive(until=NEXT_DAY + 24 * HOUR, late=True)
@@ -196,75 +199,78 @@ def test_purged_tasks_are_restored_from_the_archive(case: Case):
 
     case.spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
     try:
-        done = case.replay(archive=str(case.folder), where="true")
+        done = case.replay(where="true")
     finally:
         case.spark.conf.set("spark.sql.session.timeZone", "UTC")
-    assert counts(done) == (8, 1, 5, 2, 0, 0)
+    assert counts(done) == (8, 1, 5, 2, 0, 0, 0)
     stored = case.rows()
     assert stored.items() >= left.items()
     [note] = case.operations()
     assert (json.loads(note["Selection"])["archive"], note["Tasks"]) == (str(case.folder), 8)
-    now = {stored[each["Id"]].pop("AvailableAt") for each in (*gone, *large)}
+    now = {stored[each["Id"]].pop(name) for each in (*gone, *large) for name in ("AvailableAt", "DueAt")}
     assert all(note["StartedAt"] < each < note["FinishedAt"] for each in now)
     clean: dict[str, Any] = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "LastError": None}
     for each in (*gone, *large):
-        was = archived[each["Id"]]
-        del was["AvailableAt"]
+        was = before[each["Id"]]
+        del was["AvailableAt"], was["DueAt"]
         if each["Id"] == "plain":
             was |= {"Topic": "again", "OrderingKey": "other"}
         assert stored[each["Id"]] == was | clean
-    again = case.replay(archive=str(case.folder), topic="orders")
-    assert counts(again) == (4, 0, 0, 4, 0, 0), "all of them are to be sent"
+    again = case.replay(topic="orders")
+    assert counts(again) == (4, 0, 0, 4, 0, 0, 0), "all of them are to be sent"
     # The last row of a task decides: it was sent again after this time, to another topic.
-    assert case.replay(archive=str(case.folder), topic="orders", until=NEXT_DAY, dry_run=True).selected == 4
+    assert case.replay(topic="orders", until=NEXT_DAY, dry_run=True).selected == 4
 
 
-def test_a_replay_from_the_archive_restores_no_task_that_was_cancelled(database: Database):
-    """By an operator, also before it began, or by the application since. And none that it has handled before.
+def locked(database: Database, id: str) -> LockedRow:
+    [found], _ = database.run_in_transaction(relay_sql.lock, [id], {})
+    return found
 
-    It does not change another task with the ID of an archived one either.
-    """
+
+def test_a_replay_after_a_purge_inserts_a_row_that_no_worker_takes_for_an_earlier_one(database: Database):
+    """A worker that is in doubt about the row of the first replay must publish that of the second one."""
     table = Table(opened(database))
-    of_archive = {"Data": b"", "TimesSent": 1}
-    archived = [{name: row(id).get(name) for name in ARCHIVED_COLUMNS} | of_archive for id in "abcd"]
-    insert_cancelled(database, [row("a")], DAY)
-    insert(database, [row("b"), sent("c", DAY), sent("d", DAY)])
-    began = table.now()
-    delete(database, "b", "c")
-    assert replay_chunk(table, archived, began) == {
-        "replayed": 1, "registered": 1, "unsent": 0, "resent": 0, "missing": 2,
-    }  # fmt: skip
-    stored = rows_of(database)
-    assert stored.keys() == {"c", "d"}
-    delete(database, "c", "d")
-    insert(database, [sent("d", DAY, CreatedAt=stored["d"]["CreatedAt"] + MICROSECOND)])
-    other = rows_of(database)
-    for later in (began, table.now()):  # a worker can remember the task that was inserted as published
-        assert replay_chunk(table, archived, later)["missing"] == 4
-    assert rows_of(database) == other
+    rows = [archived("a"), archived("keyed", OrderingKey="k")]
+    found: list[list[LockedRow]] = []
+    for _ in range(2):
+        assert replay_chunk(table, rows, table.now())["registered"] == 2
+        found.append([locked(database, each["Id"]) for each in rows])
+        delete(database, "a", "keyed")
+    for first, second in zip(*found, strict=True):
+        assert Version.of(first).is_of_task(second)
+        assert first.times_sent == second.times_sent
+        assert not Version.of(first).has_message_of(second)
 
 
-def test_each_chunk_is_checked_under_its_locks(database: Database, monkeypatch: pytest.MonkeyPatch):
-    """A task that was sent, deleted or reset since is not changed. Requests have LOW priority and a tag."""
+def test_each_task_is_checked_under_its_lock(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """Only a sent task and one that is gone are changed, whatever happened since. A cancelled one never is.
+
+    Requests have LOW priority and a tag.
+    """
     began = DAY + HOUR
-    insert(database, [sent(id, DAY) for id in ("sent", "unsent", "gone", "again", "other")])
+    ids = ("sent", "unsent", "gone", "again", "cancelled", "replaced", "other")
+    insert(database, [sent(id, DAY) for id in ids])
     insert(database, [sent("at once", began), sent("just before", began - MICROSECOND)])
+    insert(database, [row("cancelled, made unsent", CancelledBy="an operation")])
     watch = Watch(database)
     table = Table(watch.database)
 
     def change() -> None:
         update(database, "unsent", SentAt=None)
         update(database, "again", SentAt=COMMIT_TIMESTAMP)
+        update(database, "cancelled", CancelledBy="application")
+        update(database, "replaced", CreatedAt=DAY)
         delete(database, "gone")
 
     meddle(monkeypatch, table, change)
     watch.requests.clear()
-    rows = [{"Id": id} for id in ("sent", "unsent", "gone", "again", "at once", "just before")]
-    found = replay_chunk(table, rows, began)
-    assert found == {"replayed": 2, "registered": 0, "unsent": 1, "resent": 2, "missing": 1}
+    before = rows_of(database)
+    rows = [archived(id) for id in (*ids[:-1], "at once", "just before", "cancelled, made unsent")]
+    expected = {"replayed": 2, "registered": 1, "unsent": 1, "resent": 2, "cancelled": 2, "replaced": 1}
+    assert replay_chunk(table, rows, began) == expected
     stored = rows_of(database)
-    assert {id for id, each in stored.items() if each["SentAt"] is None} == {"sent", "unsent", "just before"}
-    assert stored["unsent"]["AvailableAt"] is None
+    assert {id for id, each in stored.items() if each["AvailableAt"]} == {"sent", "just before", "gone"}
+    assert stored["cancelled"] == before["cancelled"] | {"CancelledBy": "application"}
     for name, request in watch.requests:
         options = request.request_options
         assert (options.priority, options.transaction_tag) == (1, "outbox-pipeline-replay"), (name, request)
@@ -274,37 +280,27 @@ def test_each_chunk_is_checked_under_its_locks(database: Database, monkeypatch: 
 def test_an_invalid_replay_is_refused_before_its_record_is_written(case: Case):
     case.insert([sent("a", DAY)])
     before = case.rows()
-    refused: list[tuple[dict[str, str], dict[str, Any], str]] = [
-        ({}, {}, "No tasks are selected.* --where true selects all sent tasks"),
-        ({"archive": "a"}, {}, "No tasks are selected"),
-        ({"where": "Priority >"}, {}, r"^--where Priority >: \[PARSE_SYNTAX_ERROR\]"),
-        ({"where": "Color = 1"}, {}, r"^--where Color = 1: \[UNRESOLVED_COLUMN.*`Color`"),
-        ({"where": "Priority"}, {}, "^--where Priority: .*FILTER_NOT_BOOLEAN"),
-        ({"where": "rand() < 0.5"}, {}, "is not deterministic"),
-        ({"since": "1h", "until": "2h"}, {}, "^--since .*Z is not before --until .*Z$"),
-        ({"since": "2090-01-01T00:00:00Z"}, {}, "^--since 2090-01-01.* is not before now, "),
-        ({"topic": "orders"}, {"resume": "x"}, "Remove --topic and OUTBOX_TOPIC"),
-        ({}, {"resume": "x", "dry_run": True}, "Remove --dry-run$"),
-        ({}, {"resume": "x", "reason": "y"}, "^--resume continues the interrupted replay as it began. Remove --reason"),
-        ({}, {"resume": "x"}, "^--resume x: AsynchronousTaskOperations of .* has no replay with this ID"),
-    ]
-    for flags, how, sentence in refused:
-        with pytest.raises(SettingError, match=sentence):
-            case.replay(**flags, **how)
-    for dry_run in (True, False):
-        with pytest.raises(OutboxError, match="has no finished window"):
-            case.replay(archive=str(case.folder / "no"), where="true", dry_run=dry_run)
-    assert query(case.database, "SELECT COUNT(*) FROM AsynchronousTaskOperations") == [[0]]
+    with pytest.raises(OutboxError, match="has no finished window"):
+        case.replay(where="true")
     case.archive(late=True)
+    refused: list[tuple[Mapping[str, str], str]] = [
+        ({}, "No tasks are selected.* --where true selects all"),
+        ({"where": "Priority >"}, r"^--where Priority >: \[PARSE_SYNTAX_ERROR\]"),
+        ({"where": "Color = 1"}, r"^--where Color = 1: \[UNRESOLVED_COLUMN.*`Color`"),
+        ({"where": "Priority"}, "^--where Priority: .*FILTER_NOT_BOOLEAN"),
+        ({"where": "rand() < 0.5"}, "is not deterministic"),
+        ({"since": "1h", "until": "2h"}, "^--since .*Z is not before --until .*Z$"),
+        ({"since": "2090-01-01T00:00:00Z"}, "^--since 2090-01-01.* is not before now, "),
+    ]
+    for flags, sentence in refused:
+        with pytest.raises(SettingError, match=sentence):
+            case.replay(**flags)
     [window] = case.files.windows()
     window.edit(database=window["database"].replace(case.target.database, "another"))
-    with pytest.raises(OutboxError, match=r"is the archive of .*another, not of "):
-        case.replay(archive=str(case.folder), where="true", dry_run=True)
+    for dry_run in (True, False):
+        with pytest.raises(OutboxError, match=r"is the archive of .*another, not of "):
+            case.replay(where="true", dry_run=dry_run)
     assert case.operations() == []
-
-    done = case.replay(topic="nothing")
-    with pytest.raises(SettingError, match=r"this replay finished at .*Z\. Start a new one"):
-        case.replay(resume=str(done.replay_id))
     assert case.rows() == before
 
 
@@ -328,6 +324,7 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
 def test_a_replay_needs_the_table_of_operations(case: Case, own_database: Database):
     case = dataclasses.replace(case, database=own_database)
     case.insert([sent("a", DAY)])
+    case.archive(late=True)
     own_database.update_ddl([f"DROP TABLE {OPERATIONS}"]).result()
     with pytest.raises(NotReached, match=r"table AsynchronousTaskOperations is missing"):
         case.replay(where="true")
@@ -335,37 +332,24 @@ def test_a_replay_needs_the_table_of_operations(case: Case, own_database: Databa
 
 
 @pytest.mark.usefixtures("many_partitions")
-def test_a_replay_that_failed_is_resumed_and_each_task_is_sent_once(
-    case: Case,
-    emulators: Emulators,
-    subscription: Subscription,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_repeated_spark_tasks_replay_each_task_once(
+    case: Case, emulators: Emulators, subscription: Subscription, monkeypatch: pytest.MonkeyPatch
 ):
-    """Even if a worker has sent some of them before the replay is resumed, and other tasks were sent meanwhile.
-
-    First, every attempt of a Spark task fails. In the resumed replay only two do, and each task is counted once.
-    """
+    """Half of the tasks were purged. First, every attempt of a Spark task fails, and the replay is started again."""
     ids, topic = [f"{number:03d}" for number in range(300)], subscription.topic
     case.insert([sent(id, DAY, Topic=topic) for id in ids])
-    caplog.set_level("INFO", "outbox_pipeline")
+    case.archive(late=True)
+    delete(case.database, *ids[::2])
     with monkeypatch.context() as patch:
         patch.setattr(job, "replay_rows", partial(fail_half_way, job.replay_rows))
         with pytest.raises(PythonException, match="when it has written half of its rows"):
             case.replay(topic=topic)
     [note] = case.operations()
     assert (note["FinishedAt"], note["Tasks"]) == (None, None)
-    assert f"continue it with --resume {note['OperationId']}" in caplog.text
-    send(emulators, case.database)
-    case.insert([sent("new", open_table(case.target).now(), Topic=topic)])
 
     monkeypatch.setattr(job, "replay_rows", partial(fail_after_writes, job.replay_rows))
-    done = case.replay(resume=note["OperationId"])
-    assert (done.replay_id, done.selected, sum(counts(done)[1:])) == (note["OperationId"], len(ids), len(ids))
-    assert (done.unsent > 0, done.missing) == (True, 0), "the writes of attempts that failed"
-    assert 0 < done.resent < len(ids), "the failure was to come in the middle"
+    done = case.replay(topic=topic)
+    assert (done.selected, sum(counts(done)[1:]), done.unsent) == (len(ids), len(ids), len(ids)), "by earlier attempts"
     send(emulators, case.database)
     assert sorted(each.attributes[outbox.TASK_ID_ATTRIBUTE] for each in subscription.drain(0.5)) == ids
-    [ended] = case.operations()
-    assert ended == note | {"FinishedAt": ended["FinishedAt"], "Tasks": len(ids)}
-    assert ended["FinishedAt"] is not None
+    assert [each["Tasks"] for each in case.operations()] == [None, len(ids)]

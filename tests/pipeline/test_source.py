@@ -61,8 +61,10 @@ def ids(table: pa.Table) -> list[str]:
 def every_state(database: Database) -> dict[str, str]:
     """A table with tasks of every state in several topics. Returns the states by ID, computed in SQL."""
     chance = random.Random(8)
-    names = ("AvailableAt", "Attempts", "OrderingKey", "BlockedBy")
-    of_each = itertools.product((None, PAST, FUTURE, NEVER), (-1, 0, 2), (None, "k"), (None, "head"), (None, DAY))
+    names = ("AvailableAt", "Attempts", "OrderingKey", "BlockedBy", "CancelledBy")
+    of_each = itertools.product(
+        (None, PAST, FUTURE, NEVER), (-1, 0, 2), (None, "k"), (None, "head"), (None, "one"), (None, DAY)
+    )
     made = []
     for number, (*values, sent) in enumerate(of_each):
         columns = dict(zip(names, values, strict=True)) | {
@@ -119,13 +121,15 @@ def test_bounds_are_exact_to_the_microsecond(target: DatabaseSettings, database:
     """`since` is inclusive and `until` exclusive, in reads of the index and of the table."""
     times = [DAY + timedelta(microseconds=number) for number in range(6)]
     insert(database, [row(f"sent{number}", SentAt=time) for number, time in enumerate(times)])
+    insert(database, [row(f"cancelled{n}", SentAt=time, CancelledBy="an operation") for n, time in enumerate(times)])
     insert(database, [row(f"unsent{number}") for number in range(60 if few else 0)])
-    given = {"columns": "Id", "state": "sent", "since": shown(times[1]), "until": shown(times[4]), "partitions": "3"}
-    kinds = {type(each.value[0]) for each in reader_of(target, **given).partitions()}
-    assert kinds == ({parts.SentPart} if few else {parts.KeyPart})
-    assert ids(read(target, **given)) == ["sent1", "sent2", "sent3"]
-    assert ids(read(target, **given, topic="other")) == []
-    assert ids(read(target, columns="Id", since=shown(times[5]), state="sent")) == ["sent5"]
+    for state in ("sent", "cancelled"):
+        given = {"columns": "Id", "state": state, "since": shown(times[1]), "until": shown(times[4]), "partitions": "3"}
+        kinds = {type(each.value[0]) for each in reader_of(target, **given).partitions()}
+        assert kinds == ({parts.SentPart} if few else {parts.KeyPart})
+        assert ids(read(target, **given)) == [f"{state}{number}" for number in (1, 2, 3)]
+        assert ids(read(target, **given, topic="other")) == []
+        assert ids(read(target, columns="Id", since=shown(times[5]), state=state)) == [f"{state}5"]
 
 
 def test_bounds_apply_to_created_at_of_unsent_tasks(target: DatabaseSettings, database: Database):

@@ -41,7 +41,7 @@ EDGES = (
     (IN_TIME, IN_TIME + SECOND, IN_TIME - 3 * SECOND, "delivered"),
 )
 
-TASKS = "Id STRING, Topic STRING, Data BINARY, OrderingKey STRING, Sequence LONG, CreatedAt TIMESTAMP, AvailableAt TIMESTAMP, AtMostOnce BOOLEAN, TimesSent LONG, SentAt TIMESTAMP, CancelledAt TIMESTAMP"  # noqa: E501 - columns
+TASKS = "Id STRING, Topic STRING, Data BINARY, OrderingKey STRING, Sequence LONG, CreatedAt TIMESTAMP, AvailableAt TIMESTAMP, AtMostOnce BOOLEAN, TimesSent LONG, SentAt TIMESTAMP, CancelledBy STRING"  # noqa: E501 - columns
 MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>, data BINARY"
 JSON_MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes STRING, data BINARY"
 
@@ -51,10 +51,11 @@ def data_of(text: str) -> bytes:
 
 
 def task(id: str, created: datetime, sent: datetime | None, **others: Any) -> tuple[Any, ...]:
-    data = data_of(others.get("text", id))
+    data, cancelled = data_of(others.get("text", id)), others.get("cancelled")
     return (
         id, others.get("topic", "orders"), data, others.get("key"), others.get("sequence"), created,
-        others.get("available"), others.get("at_most_once"), others.get("times_sent"), sent, others.get("cancelled"),
+        others.get("available"), others.get("at_most_once"), others.get("times_sent"), cancelled or sent,
+        cancelled and "an operation",
     )  # fmt: skip
 
 

@@ -8,9 +8,8 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from outbox.table.states import first_due
+from outbox.table.states import KEY_CHECK_SECONDS, first_due
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
-from publishworker.delivery.rules import CHECK_SECONDS
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, TopicKey, Version
 from tests.simulation.clockwork import Clockwork, Process
@@ -155,10 +154,10 @@ class Audit:
         if to is not None:
             self._destinations[topic].add(to)
 
-    def restored(self, id: str, began: float, due: float, *, is_kept: bool) -> None:
-        """A replay that `began` then has inserted a task from the archive. A cancel by an operator keeps tasks."""
+    def restored(self, id: str, began: float, due: float) -> None:
+        """A replay that `began` then has inserted a task from the archive, whose row was deleted after it was sent."""
         task = self.tasks[id]
-        if is_kept or (task.cancelled_at > began and not task.reset_at > began):  # docs/pipeline/replay.md
+        if task.cancelled_at > began and not task.reset_at > began:  # docs/pipeline/replay.md
             self.problem(f"{id} was cancelled, and restored by a replay")
         task.cancelled_at = -inf
         self.cancelled_received.discard(id)  # it is a task again, whose messages are expected
@@ -199,21 +198,13 @@ class Audit:
         if task.received > task.resets + task.extra:
             self.cancelled_received.add(id)
 
-    def put_back(self, id: str, row: Any, operation: str, *, named: bool) -> None:
-        """An operator has restored a task as it was, or as sent if a worker has `named` it as published."""
+    def put_back(self, id: str, row: Any, operation: str) -> None:
+        """An operator restores a task whose row is this. A cancel changes two columns, so it is as it was."""
         task = self.tasks[id]
-        differs = {name for name, value in asdict(row).items() if value != task.row[name] and name != "shards"}
-        if task.row["blocked_by"] is not None:
-            differs -= {"available_at", "blocked_by"}  # its head does not wait any more
-        if named != (row.sent_at is not None) or (named and not task.received):
-            self.problem(f"{id} is restored with SentAt {row.sent_at}, and was received {task.received} times")
-        if differs and not named:
+        now = {name: value for name, value in asdict(row).items() if name not in ("shards", "sent_at", "cancelled_by")}
+        if differs := {name for name, value in now.items() if value != task.row[name]}:
             self.problem(f"{id} is restored with other {sorted(differs)}")
-        if row.sent_at is not None:
-            self.sent[id].add(row.sent_at)
-        if not named:
-            self.disturbances["restore"] += task.received - task.resets > task.extra  # published, and not named in time
-            task.put_back_by = operation
+        task.put_back_by = operation
         task.cancelled_at, task.put_back_at = -inf, self.clockwork.now
         self.cancelled_received.discard(id)
 
@@ -231,8 +222,9 @@ class Audit:
             self._claimed[process, row.id] = row
             is_early = not (row.is_due(now) or row.deferred)
             self._unfit[process, row.id] = (
-                "sent" if row.sent_at else "expired" if row.is_expired(now) else "not due" if is_early else ""
-            )
+                "cancelled" if row.cancelled_by else "sent" if row.sent_at else "expired" if row.is_expired(now)
+                else "not due" if is_early else ""
+            )  # fmt: skip
 
     def answered(self, process: Process, ids: Sequence[str], reason: str) -> None:
         """The worker knows that Pub/Sub has these tasks (`reason` is "ok"), or that it failed."""
@@ -250,6 +242,7 @@ class Audit:
             task = self.tasks[id]
             if isinstance(mark, Published):
                 self.sent[id].add(committed)
+                task.cancelled_at = -inf  # the row tells that a worker had published it
             if isinstance(mark, Published) and not task.once and task.last_at < max(0.0, task.reset_at):
                 self.problem(f"{id} is marked as sent and was not received")
             if isinstance(mark, Deferred) and mark.available_at > latest:
@@ -332,7 +325,7 @@ class Audit:
         now = self.clockwork.now
         for key, id in deferred.items():
             since = self._deferred[key][1] if self._deferred.get(key, ("",))[0] == id else now
-            excuse = self._deleted_at.get(key, -inf) + CHECK_SECONDS
+            excuse = self._deleted_at.get(key, -inf) + KEY_CHECK_SECONDS
             if now > max(since, excuse) + FEW_TURNS:
                 self.problem(f"{id} is the first unsent task of its key, and deferred since {since:.3f}")
                 since = inf

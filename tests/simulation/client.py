@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
-from outbox.admin import changes, operator_sql
+from outbox.admin import operator_sql
 from outbox.admin.selections import Row, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import ABORTED
-from outbox.base.values import json_texts
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
-from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, NO_SEQUENCE, first_due, is_dead
@@ -35,6 +33,8 @@ from tests.support.fakes import StoredTask
 #: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
 ABORTED_SECONDS = 20.0
 T = TypeVar("T")
+#: A statement of `shared_sql.by_ids` for columns of the table.
+_OF_IDS = re.compile(r"\nSELECT ((?:[A-Z]\w+, )*[A-Z]\w+)\nFROM UNNEST\(@ids\)")
 
 
 def attribute(column: str) -> str:
@@ -45,7 +45,7 @@ def attribute(column: str) -> str:
 def state_of(row: StoredTask, now: datetime) -> str:
     """Return the state of a task, as STATE_SQL does."""
     if row.sent_at is not None:
-        return "sent"
+        return "sent" if row.cancelled_by is None else CANCELLED
     if row.available_at is None or row.available_at <= now:
         return "pending"
     if is_dead(row.available_at):
@@ -61,12 +61,22 @@ def _value(row: StoredTask, column: str) -> Any:
 def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
     """Tell whether a task is selected. Histories narrow a selection only by its topic and its times."""
     at = row.created_at if row.sent_at is None else row.sent_at
+    is_of_state = state_of(row, now) == selection.state
+    if selection.state == CANCELLED:
+        is_of_state = row.cancelled_by is not None and selection.operation in (None, row.cancelled_by)
     return (
-        state_of(row, now) == selection.state
+        is_of_state
         and selection.topic in (None, row.topic)
         and (selection.since is None or at >= selection.since)
         and (selection.until is None or at < selection.until)
     )
+
+
+def _place(row: StoredTask) -> tuple[Any, ...]:
+    """Return the place of a task in the order of `operator_sql.order`, without its ID."""
+    if row.sent_at is not None and row.cancelled_by is not None:
+        return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence
+    return () if row.sent_at is None else (row.sent_at,)
 
 
 class Work:
@@ -80,8 +90,6 @@ class Work:
         self.known: dict[str, Known] = {}
         #: The states of the tasks that a command has locked.
         self.states: dict[str, str] = {}
-        #: What a restore has read: the published tasks that the records of cancels name.
-        self.published: dict[str, str | None] = {}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[Any]:
         self._spanner.wait(self._spanner.latencies.lock)
@@ -96,7 +104,7 @@ class Work:
             raise Aborted("wounded")
         return [self.table.rows[id] for id in sorted(ids) if id in self.table.rows]
 
-    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:  # noqa: C901, PLR0911 - one for each statement
+    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:
         if statement == LAYOUTS:
             return []
         if statement == NOW:
@@ -105,21 +113,13 @@ class Work:
             unsent = [row for row in self._lock([values["id"]]) if row.sent_at is None]
             return [[bool(unsent), unsent[0].ordering_key if unsent else None]]
         if statement == NEXT_OF_KEYS:
-            while (heads := self.table.next_of_keys(values["ids"])) != [row.id for row in self._lock(heads)]:
-                pass
-            return [[id] for id in heads]
-        if statement == changes.KEPT:
-            return self._kept(values["ids"])
+            heads: list[str] | None = None
+            while heads != (heads := self.table.next_of_keys(values["ids"])):
+                self._lock(heads)  # meanwhile another transaction may have taken one of them out
+            return [[id, self.table.rows[id].available_at] for id in heads]
         rows, now = self._lock(values["ids"]), self.table.time()
-        if statement == changes.TO_MOVE:
-            return [[_value(row, name) for name in changes.COLUMNS] for row in rows]
-        if self._selection and self._selection.state == CANCELLED:
-            kept = self._spanner.others[CANCELLED_TABLE]
-            return [self._cancelled(kept[id,], now) for id in values["ids"] if (id,) in kept]
-        if statement == operator_sql.LOCK_SENT_AT:
-            return [[row.id, row.sent_at] for row in rows]
-        if statement == operator_sql.rows_by_ids("Id, SentAt, CreatedAt"):
-            return [[row.id, row.sent_at, row.created_at] for row in rows]
+        if columns := _OF_IDS.search(statement):
+            return [[_value(row, name) for name in columns[1].split(", ")] for row in rows]
         assert self._selection is not None, statement
         return [self._row(row, now) for row in rows]
 
@@ -127,33 +127,18 @@ class Work:
         """Return what `statements.by_ids` selects."""
         assert self._selection is not None
         values = dataclasses.asdict(row) | {"now": now, "error": row.last_error, "bytes": len(row.data)}
-        state = state_of(row, now)
+        is_made_unsent = row.cancelled_by is not None and row.sent_at is None
+        state = operator_sql.MADE_UNSENT if is_made_unsent else state_of(row, now)
         values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
         self.states[row.id] = state
         values |= {"state": state, "matches": matches(self._selection, row, now)}
         values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
         return [values[name] for name in Row._fields]
 
-    def _cancelled(self, row: Mapping[str, Any], now: datetime) -> list[Any]:
-        """Return what `operator_sql.by_ids` selects of a cancelled task."""
-        assert self._selection is not None
-        values = {attribute(name): value for name, value in row.items()} | {"now": now, "error": None}
-        values |= {"state": CANCELLED, "bytes": len(row["Data"])}
-        values["matches"] = row["OperationId"] == self._selection.operation
-        return [values[name] for name in Row._fields]
-
-    def _kept(self, ids: Sequence[str]) -> list[list[Any]]:
-        """Return what `changes.KEPT` selects."""
-        self._lock(ids)
-        rows, now = [self._spanner.others[CANCELLED_TABLE][id,] for id in ids], self.table.time()
-        return [[*(row[name] for name in (*changes.COLUMNS, "OperationId")), now] for row in rows]
-
     def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
         if table == TABLE:
             return [[_value(row, name) for name in columns] for row in self._lock([id for [id] in keys.keys])]
         rows = self._spanner.others[table]
-        if "Published" in columns:
-            self.published = {id: rows[id,].get("Published") for [id] in keys.keys if (id,) in rows}
         return [[rows[tuple(key)].get(name) for name in columns] for key in keys.keys if tuple(key) in rows]
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -180,38 +165,27 @@ class Work:
         self._check_existing(audit)
         self._transaction.commits = True
         committed = self.table.commit_time()
-        put_back = {row["Id"] for kind, table, row in self.mutations if (kind, table) == ("delete", CANCELLED_TABLE)}
         for kind, table, given in self.mutations:
             row = {name: committed if value is COMMIT_TIMESTAMP else value for name, value in given.items()}
             if table == TABLE:
                 values = {attribute(name): value for name, value in row.items()}
-                if kind == "insert" and row["Id"] in put_back:
-                    self._put_back(values, audit)
-                else:
-                    self._apply(kind, values, audit, began)
-            elif kind == "delete":
-                del spanner.others[table][row["Id"],]
+                self._apply(kind, values, audit, began)
             else:
                 key = tuple(row.values())[: 2 if table == INBOX else 1]
                 spanner.others[table].setdefault(key, {}).update(row)
         spanner.locks.release(self._transaction)
 
     def _check_existing(self, audit: Audit) -> None:
-        """Raise OutboxError if Spanner would refuse an update of a task that is gone."""
+        """Raise OutboxError if Spanner would refuse an update of a task that is gone, or to insert one that exists."""
+        inserted = {row["Id"] for kind, table, row in self.mutations if (kind, table) == ("insert", TABLE)}
+        if inserted & self.table.rows.keys():
+            raise OutboxError("ALREADY_EXISTS")
         gone = set[str]()
         for kind, table, row in self.mutations:
             if table == TABLE and kind == "update" and (row["Id"] in gone or row["Id"] not in self.table.rows):
                 audit.problem(f"a transaction updates {row['Id']} after it was deleted")
                 raise OutboxError("NOT_FOUND")
             gone |= {row["Id"]} if (kind, table) == ("delete", TABLE) else set()
-
-    def _put_back(self, row: dict[str, Any], audit: Audit) -> None:
-        id = row.pop("id")
-        kept = self._spanner.others[CANCELLED_TABLE][id,]
-        operation = kept["OperationId"]
-        self.table.insert(id, row.pop("topic"), b64decode(row.pop("data")), **row)
-        named = id in json_texts(self.published.get(operation)) and not kept["TimesSent"]
-        audit.put_back(id, self.table.rows[id], operation, named=named)
 
     def _apply(self, kind: str, row: dict[str, Any], audit: Audit, began: float) -> None:
         id = row.pop("id")
@@ -222,13 +196,18 @@ class Work:
                 self.known[id].at = self.known[id].available_at = self._spanner.clockwork.now
                 audit.committed(id, self.known[id])
             else:
-                audit.restored(id, began, due, is_kept=(id,) in self._spanner.others[CANCELLED_TABLE])
+                audit.restored(id, began, due)
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
-                audit.cancelled(id, self.table.rows[id], follows_a_batch=self._follows_a_batch(self.table.rows[id]))
+                audit.problem(f"{id} is unsent, and was deleted")
             self.table.delete(id)
         else:
-            if "attempts" in row and self.table.rows[id].sent_at is None:
+            before = self.table.rows[id]
+            if row.get("cancelled_by"):
+                audit.cancelled(id, before, follows_a_batch=self._follows_a_batch(before))
+            elif "cancelled_by" in row:
+                audit.put_back(id, before, before.cancelled_by)
+            elif "attempts" in row and self.table.rows[id].sent_at is None:
                 audit.retried(id, None if row["due_at"] else due)
             elif "attempts" in row:
                 audit.reset(id, due)
@@ -275,19 +254,13 @@ class Commands(TaskTable):
         self.layout, self.name = Layout(1), "simulation"
         self._began = spanner.clockwork.now
         self._names = selection.names if selection else frozenset()
-        self._is_of_cancelled = selection is not None and selection.state == CANCELLED
         #: The selected tasks as of now, each with its place without the ID.
         self.seen = {
-            row.id: (row.sent_at,) if row.sent_at else ()
+            row.id: _place(row)
             for row in (spanner.table.rows.values() if selection else ())
             if selection and matches(selection, row, self.now())
+            if selection.state != CANCELLED or row.sent_at is not None
         }
-        if self._is_of_cancelled and selection:
-            self.seen = {
-                row["Id"]: (row["CreatedAt"], NO_SEQUENCE if row["Sequence"] is None else row["Sequence"])
-                for row in spanner.others[CANCELLED_TABLE].values()
-                if row["OperationId"] == selection.operation
-            }
         #: The unsent tasks of now, for reads as of the begin of a replay.
         self._unsent = frozenset() if selection else frozenset(row.id for row in spanner.table.unsent_rows())
         #: What its transactions wrote.
@@ -312,8 +285,6 @@ class Commands(TaskTable):
         assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
             statement
         )
-        if self._is_of_cancelled and values["shard"] != 0:
-            return []
         after = [values[name] for name in ("after", "after_created", "after_sequence", "after_id") if name in values]
         found = ([*place, id] for id, place in self.seen.items())
         return [[0, *place] for place in sorted(found) if place > after][: values["limit"]]

@@ -23,10 +23,8 @@ from outbox.errors import OutboxError
 from outbox.reading import Reader, SentTask, SentTasks
 from outbox.registration import TABLE
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
-from outbox.table.ddl import CANCELLED
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED as CANCELLED_STATE
-from outbox.table.states import CHANGED, is_dead
+from outbox.table.states import CANCELLED, CHANGED, is_dead
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import Commands, Work, attribute, transact
 from tests.simulation.clockwork import Clockwork, Event
@@ -87,7 +85,7 @@ class Operators:
             self.clockwork.sleep(random.expovariate(1 / 2))
             latest = [*itertools.islice(reversed(table.rows.values()), 100)]
             sent = [row.id for row in latest if row.sent_at is not None]
-            dead = [row.id for row in latest if is_dead(row.available_at) and row.sent_at is None]
+            dead = [row.id for row in latest if is_dead(row.available_at) and row.sent_at is row.cancelled_by is None]
             topic = random.choice(world.topics)
             match random.randrange(8):
                 case 0:
@@ -103,7 +101,10 @@ class Operators:
         while True:
             self.clockwork.sleep(5.0)
             for row in [row for row in table.unsent_rows() if is_dead(row.available_at)]:
-                self._repair(row.id, delete=False)
+                if row.cancelled_by is None:
+                    self._repair(row.id, delete=False)
+                else:  # no poll finds it, and an operator cancels it again
+                    self.table.change(row.id, sent_at=self.table.commit_time())
 
     def _repair(self, id: str, *, delete: bool) -> None:
         """Delete a dead task, or repair it and make it ready, unless a commit is writing it. Claims lose its lock."""
@@ -117,10 +118,11 @@ class Operators:
             self.table.change(id, data=GOOD, available_at=None, attempts=0, expires_at=None)
 
     def _retry(self, id: str) -> None:
-        """As `UPDATE AsynchronousTasks SET SentAt = NULL`."""
+        """As `UPDATE AsynchronousTasks SET SentAt = NULL`, also of cancelled tasks, which workers end again."""
         if self._wound(id) and self.table.rows[id].sent_at is not None:
             self.table.change(id, sent_at=None)
-            self.audit.reset(id)
+            if self.table.rows[id].cancelled_by is None:
+                self.audit.reset(id)
 
     def _wound(self, id: str) -> bool:
         """Take the row's lock, of which a claim may be robbed; return False if one is just being committed."""
@@ -181,7 +183,7 @@ class Operators:
     def bulk(self, random: Random) -> None:
         """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk."""
         name = random.choice(["retry", "cancel", "purge"])
-        others = {CANCELLED_STATE} if self.plan.restores else {CANCELLED_STATE, "pending"}
+        others = set() if self.plan.restores else {"pending"}
         state = random.choice([each for each in CHANGED[name] if each not in others])
         now = self.table.time()
         selection = TaskSelection(state=state, topic=random.choice([*self.world.topics, None]), as_of=now)
@@ -196,7 +198,8 @@ class Operators:
             self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
         for id in changed - seen:
             self.audit.problem(f"{id} was changed by a {name} of {state} tasks, and not in its preview")
-        for id in changed & {id for id, each in commands.states.items() if each != state}:
+        fitting = {state, operator_sql.MADE_UNSENT} if name == "cancel" else {state}
+        for id in changed & {id for id, each in commands.states.items() if each not in fitting}:
             self.audit.problem(f"{id} was {commands.states[id]}, and was changed by a {name} of {state} tasks")
         released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}
         for id in (released & seen) - changed if state == "blocked" else ():
@@ -204,9 +207,9 @@ class Operators:
 
     def restore(self, random: Random) -> None:
         """As `outbox restore` of a cancel, which may still be running: the tasks that it has cancelled so far."""
-        found = [*dict.fromkeys(row["OperationId"] for row in self.spanner.others[CANCELLED].values())]
+        found = [*dict.fromkeys(row.cancelled_by for row in self.table.rows.values() if row.cancelled_by)]
         if found:
-            selection = TaskSelection(state=CANCELLED_STATE, operation=random.choice(found), as_of=self.table.time())
+            selection = TaskSelection(state=CANCELLED, operation=random.choice(found), as_of=self.table.time())
             commands = Commands(self.spanner, self.audit, selection)
             for _ in changes.change(commands, "restore", selection):
                 self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
@@ -217,9 +220,10 @@ class Operators:
 
         before = self.table.time() - timedelta(seconds=2)
         if random.random() < 0.5:
-            sent = [row for row in self.table.rows.values() if row.sent_at is not None and row.sent_at < before]
+            ended = [row for row in self.table.rows.values() if row.sent_at is not None and row.sent_at < before]
+            sent = [row for row in ended if row.cancelled_by is None]
             self.archive |= {row.id: dataclasses.replace(row) for row in sent}
-            transact(self.spanner, self.audit, functools.partial(self._delete, random.sample(sent, len(sent) // 2)))
+            transact(self.spanner, self.audit, functools.partial(self._delete, random.sample(ended, len(ended) // 2)))
             return
         chosen = random.sample([*self.archive.values()], min(len(self.archive), random.choice([1, 3, 9])))
         rows = sorted(chosen, key=lambda row: (row.created_at, row.id))
@@ -271,7 +275,8 @@ class Sent(Commands):
         found = sorted(
             (row.sent_at, row.id)
             for row in table.rows.values()
-            if row.sent_at is not None and row.sent_at >= after and topic in (None, row.topic)
+            if row.sent_at is not None and row.sent_at >= after and row.cancelled_by is None
+            if topic in (None, row.topic)
         )[: parameters["limit"]]
         rows = [table.rows[id] for _, id in found]
         self._data = {row.id: row.data for row in rows}
@@ -326,7 +331,8 @@ class Follower:
     def end(self) -> None:
         """Judge whether it has read each task that is sent now."""
         for row in self._world.spanner.table.rows.values():
-            if row.sent_at and self._topic in (None, row.topic) and (row.id, row.sent_at) not in self._seen:
+            is_wanted = row.sent_at and row.cancelled_by is None and self._topic in (None, row.topic)
+            if row.sent_at and is_wanted and (row.id, row.sent_at) not in self._seen:
                 self._audit.problem(f"{row.id} was sent at {row.sent_at}, and was never read")
 
 

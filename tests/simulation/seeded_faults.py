@@ -127,6 +127,11 @@ def releases_behind_blocked(real: Any) -> Any:
     return {**real, "cancel": cancel}
 
 
+def publishes_cancelled(real: Any) -> Any:
+    """Return `_settled` that takes a cancelled task that was made unsent for an unsent one."""
+    return lambda row, published: real(row._replace(cancelled_by=None) if row.sent_at is None else row, published)
+
+
 def ends_later(real: Any) -> Any:
     """Return `_read` that says it has read later than it has."""
 
@@ -195,7 +200,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a deferral is short": (
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
     ),
-    "the first deferred task of a key returns soon": (rules, "CHECK_SECONDS", lambda _: 3600.0),
+    "the first deferred task of a key returns soon": (rules, "KEY_CHECK_SECONDS", lambda _: 3600.0),
     "a refused request is split": (publisher, "_record_answer", fails_as_a_whole),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
@@ -276,13 +281,17 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         "readers", "outbox.reading.Position", "of",
         lambda real: classmethod(lambda _class, row: replace(real(row), id="", sequence=0))
     ),
-    "a task that was published before its cancel is restored as sent": (
-        "restores", "outbox.admin.changes", "_published",
-        lambda real: lambda *a: {id: {} for id in real(*a)}  # it reads them: the audit judges by what was read
+    "a published task that is cancelled is marked as sent": (
+        "restores", "publishworker.types.LockedRow", "is_sent",
+        lambda _: property(lambda row: row.sent_at is not None)
+    ),
+    "a cancelled task is not published": ("restores", "publishworker.delivery.rules", "_settled", publishes_cancelled),
+    "a cancelled task that was made unsent is ended again": (
+        "restores", "publishworker.delivery.rules", "ended_again", always({})
     ),
     "a cancel releases the next task": ("blocked keys", "tests.simulation.table.Table", "next_of_keys", always([])),
     "a change of many tasks compares their states": (
-        "blocked keys", "outbox.admin.changes", "_examined", lambda _: lambda row, *_seen: row._replace(matches=True)
+        "blocked keys", "outbox.admin.changes", "_examined", lambda _: lambda _name, row, *_: row._replace(matches=True)
     ),
 }  # fmt: skip
 

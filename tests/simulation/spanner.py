@@ -5,7 +5,6 @@ participants takes beyond a constant for each.
 """
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,7 @@ from enum import IntEnum
 from math import exp
 from typing import Any, TypeVar
 
-from outbox.base.values import json_texts
-from outbox.table.ddl import CANCELLED, OPERATIONS, Layout
+from outbox.table.ddl import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.store import Decide, Discovery, PollRequest
 from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut
@@ -229,13 +227,6 @@ class Spanner:
         self.locks.release(transaction)
         return committed
 
-    def record_published(self, message_ids: Mapping[str, str]) -> None:
-        """Add the tasks to the records of the operations that have cancelled them."""
-        for id, message_id in message_ids.items():
-            if row := self.others[CANCELLED].get((id,)):
-                record = self.others[OPERATIONS][row["OperationId"],]
-                record["Published"] = json.dumps(json_texts(record.get("Published")) | {id: message_id})
-
     def roll_back(self, transaction: Transaction) -> None:
         if not transaction.commits:
             transaction.wounded = True  # a lock query that still waits must not get the locks
@@ -332,9 +323,6 @@ class Connection:
 
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         return self._read("key_heads", lambda: self._spanner.table.key_heads(keys, per_key, skip_dead=skip_dead))
-
-    def record_published(self, message_ids: Mapping[str, str]) -> None:
-        self._write("record", lambda: self._spanner.record_published(message_ids))
 
     def heartbeat(self, *arguments: Any, **options: Any) -> None:
         self._write("heartbeat", lambda: self._spanner.table.heartbeat(*arguments, **options))

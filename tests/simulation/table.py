@@ -38,7 +38,7 @@ class Table(FakeStore):
         for key in self._unsent_of_key:
             in_time = (row for row in self.unsent_of(key) if not self.waiting(row).expired_before_due)
             blocking = (row for row in in_time if not (skip_dead and is_dead(row.available_at)))
-            head = next(blocking, None)
+            head = next((row for row in blocking if row.cancelled_by is None), None)
             if head is not None and head.blocked_by is not None and head.available_at and head.available_at > now:
                 found[key] = head.id
         return found
@@ -49,7 +49,8 @@ class Table(FakeStore):
         heads = []
         keys = {TopicKey(row.topic, row.ordering_key) for id in ids if (row := self.rows.get(id)) and row.ordering_key}
         for key in keys:
-            others = (row for row in self.unsent_of(key) if row.id not in ids and not is_dead(row.available_at))
+            unsent = (row for row in self.unsent_of(key) if row.id not in ids and row.cancelled_by is None)
+            others = (row for row in unsent if not is_dead(row.available_at))
             head = next((row for row in others if row.blocked_by or not self.waiting(row).expired_before_due), None)
             heads += [head.id] if head is not None and head.blocked_by else []
         return sorted(heads)

@@ -15,7 +15,7 @@ from unittest import mock
 from outbox.admin import selections
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.controls import NO_CONTROLS
-from outbox.table.ddl import Layout
+from outbox.table.ddl import INDEXES, Layout
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -36,7 +36,7 @@ from tests.support.fakes import serialized
 from tests.support.parts import relay_of
 
 #: The indexes of a layout that has all tasks.
-COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
+COMPLETE = dict.fromkeys(INDEXES, "READ_WRITE")
 
 #: The data of a large message: three of them need more than one request.
 LARGE = bytes(4_000_000)

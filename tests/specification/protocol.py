@@ -20,7 +20,7 @@ AGAIN = "A worker does not publish a task again that it knows to be published." 
 ORDER = "Tasks of an ordering key are published in commit order."  # OUT-ORDER-1
 EARLY = "A task is not published before it is due."  # OUT-ORDER-2
 CAUSE = "Each duplicate has a cause: a fault explains at most one more message of a task."
-CANCELLED = "A cancelled task is not published."
+CANCELLED = "A cancelled task is not published again."  # OUT-CANCEL-1
 ROUTED = "A task that is registered after all workers have read a route is not published to the former destination."
 RELEASED = "No commit leaves the first unsent task of its key deferred, unless the worker then reads the key again."
 #: The steps of a healthy system. From every state, they lead to a state in which everything is sent.

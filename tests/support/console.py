@@ -52,7 +52,7 @@ def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
     return [dataclasses.replace(each, handler=handler) for each in routes], visits
 
 
-async def asked(app: ASGIApp, path: str, *received: Message) -> tuple[int, dict[str, str], str]:
+async def asked(app: ASGIApp, path: str, *received: Message, query: str = "") -> tuple[int, dict[str, str], str]:
     """Return the answer to one request in this event loop: status, headers and body. With `received`, it is a POST."""
     sent: list[Message] = []
     remaining = [*received]
@@ -65,7 +65,7 @@ async def asked(app: ASGIApp, path: str, *received: Message) -> tuple[int, dict[
 
     pairs = {"host": "localhost"} | SAME
     scope = {
-        "type": "http", "method": "POST" if received else "GET", "path": path, "query_string": b"",
+        "type": "http", "method": "POST" if received else "GET", "path": path, "query_string": query.encode(),
         "headers": [(name.lower().encode(), value.encode()) for name, value in pairs.items()],
     }  # fmt: skip
     await app(scope, receive, send)

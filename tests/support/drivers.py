@@ -13,6 +13,8 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 from google.rpc.error_details_pb2 import RetryInfo
 
+from outbox.ext import dbapi
+
 ORDERS = "CREATE TABLE Orders (OrderId STRING(64) NOT NULL, Cents INT64) PRIMARY KEY (OrderId)"
 ACCOUNTS = "CREATE TABLE Accounts (AccountId STRING(36) NOT NULL, Cents INT64 NOT NULL) PRIMARY KEY (AccountId)"
 
@@ -45,6 +47,10 @@ class DbApi:
             self._connection.rollback()
             raise
         self._connection.commit()
+
+    def run(self, work: Callable[[Any], Any]) -> Any:
+        """Call `work` with what `transaction` yields, by `run_in_transaction` of the driver's module."""
+        return dbapi.run_in_transaction(self._connection, work)
 
     def connection(self, of: Any) -> Any:
         """Return the DB-API connection of the transaction."""
@@ -92,6 +98,11 @@ class SqlAlchemy(DbApi):
         with Session(self.engine) as session, session.begin():
             yield session
 
+    def run(self, work: Callable[[Any], Any]) -> Any:
+        from outbox.ext.sqlalchemy import run_in_transaction
+
+        return run_in_transaction(self.engine, work)
+
     def connection(self, of: Any) -> Any:
         return of.connection().connection.dbapi_connection
 
@@ -137,6 +148,13 @@ class Django(DbApi):
 
         with transaction.atomic():
             yield connections["default"]
+
+    def run(self, work: Callable[[Any], Any]) -> Any:
+        from django.db import connections
+
+        from outbox.ext.django import run_in_transaction
+
+        return run_in_transaction(work, connections["default"])
 
     def connection(self, of: Any) -> Any:
         return of.connection

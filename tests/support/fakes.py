@@ -26,6 +26,7 @@ from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import (
     Candidate,
     Deferred,
+    EndedAgain,
     Failed,
     KeyHeads,
     LockedRow,
@@ -57,6 +58,7 @@ class StoredTask:
     blocked_by: str | None = None
     due_at: datetime | None = None
     times_sent: int = 0
+    cancelled_by: str | None = None
 
 
 class FakeStore:
@@ -225,9 +227,6 @@ class FakeStore:
         for each in remove:
             self.seen_at.pop(each, None)
 
-    def record_published(self, message_ids: Mapping[str, str]) -> None:
-        self._answer()
-
     def delete_heartbeat(self, worker: str) -> None:
         self._answer()
         self.seen_at.pop(worker, None)
@@ -248,7 +247,7 @@ class FakeStore:
         return found
 
     def waiting(self, row: StoredTask) -> QueuedTask:
-        is_due, deferred = self.is_due(row), row.blocked_by is not None
+        is_due, deferred = self.is_due(row) or row.cancelled_by is not None, row.blocked_by is not None
         expired = not is_due and row.expires_at is not None and row.expires_at <= self.now
         return QueuedTask(row.id, len(row.data), is_due or (deferred and not expired), deferred, expired)
 
@@ -304,6 +303,7 @@ class FakeStore:
         numbers = {
             id: [times_sent(self.as_locked(self.rows[id]), sent=isinstance(each, Published))]
             for id, each in marks.items()
+            if isinstance(each, Published | NotSent)
         }
         numbers |= {id: [*numbers[id], each.attempts] for id, each in marks.items() if isinstance(each, NotSent)}
         too_large = {id for id, some in numbers.items() if any(not -(2**63) <= each < 2**63 for each in some)}
@@ -319,6 +319,7 @@ class FakeStore:
                 if isinstance(mark, Published):
                     row.sent_at, row.available_at, row.expires_at = committed, None, None
                     row.last_error, row.blocked_by, row.attempts, row.due_at = None, None, 0, None
+                    row.cancelled_by = None
                 elif isinstance(mark, NotSent):
                     row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
                     row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
@@ -326,15 +327,18 @@ class FakeStore:
                 elif isinstance(mark, Deferred):
                     row.due_at = first_due(self.as_locked(row))
                     row.available_at, row.blocked_by = mark.available_at, mark.head
+                elif isinstance(mark, EndedAgain):
+                    row.sent_at = committed
 
     @staticmethod
     def as_locked(row: StoredTask) -> LockedRow:
-        data = row.data if row.sent_at is None else b""
-        others = row.available_at, row.due_at, row.blocked_by, row.expires_at, row.last_error
-        clean = (*others, row.attempts) == (*[None] * 5, 0)
+        data = row.data if row.sent_at is None or row.cancelled_by is not None else b""
+        others = row.available_at, row.due_at, row.blocked_by, row.expires_at, row.last_error, row.cancelled_by
+        clean = (*others, row.attempts) == (*[None] * 6, 0)
         return LockedRow(
             row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at, clean,
             row.attempts, row.expires_at, row.at_most_once, row.blocked_by is not None, row.due_at, row.times_sent,
+            row.cancelled_by,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin.changes import Outcome
 from outbox.admin.table import TaskTable
 from outbox.table.connection import open_database
-from outbox.table.ddl import CANCELLED, OPERATIONS
+from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
 from tests.support.fakes import serialized
 from tests.support.spanner import place, query, record_requests
@@ -19,7 +19,7 @@ from tests.support.spanner import place, query, record_requests
 #: Every column that is not computed.
 COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
-    "Attempts", "LastError", "BlockedBy", "SentAt", "DueAt",
+    "Attempts", "LastError", "BlockedBy", "SentAt", "DueAt", "CancelledBy",
 )  # fmt: skip
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
@@ -39,6 +39,10 @@ OF_STATES: dict[str, list[dict[str, Any]]] = {
     "blocked": [DEFERRED, DEFERRED | {"Attempts": 2}],
     "dead": [{"AvailableAt": NEVER}, {"AvailableAt": NEVER + timedelta(hours=23), "Attempts": 1}],
     "sent": [{"SentAt": PAST}, {"SentAt": PAST, "AvailableAt": NEVER, "LastError": "x"}],
+    "cancelled": [
+        {"SentAt": PAST, "CancelledBy": "operation"},
+        {"SentAt": PAST, "CancelledBy": "application", "AvailableAt": NEVER, "LastError": "x"},
+    ],
 }  # fmt: skip
 #: The emulator does not like more in one commit.
 BATCH = 100
@@ -74,10 +78,7 @@ def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def insert_cancelled(database: Database, rows: Iterable[Mapping[str, Any]], at: datetime) -> None:
     """Insert tasks that an operator cancelled at this time, a commit timestamp."""
-    columns = [name for name in COLUMNS if name != "SentAt"]
-    values = [[*(each[name] for name in columns), 0, "an operation", at] for each in rows]
-    with database.batch() as batch:
-        batch.insert(CANCELLED, (*columns, "TimesSent", "OperationId", "CancelledAt"), values)
+    insert(database, [{**each, "SentAt": at, "CancelledBy": "an operation"} for each in rows])
 
 
 def update(database: Database, id: str, **columns: Any) -> None:

@@ -105,8 +105,9 @@ class Case:
         return archive_job.run(self.spark, ArchiveSettings.read(archive, {}), late=late, purge=purge)
 
     def replay(self, **given: Any) -> Replayed:
-        how = {name: given.pop(name) for name in ("dry_run", "resume", "reason", "to") if name in given}
-        return replay_job.run(self.spark, ReplaySettings.read(self.options(**given), {}), **how)
+        how = {name: given.pop(name) for name in ("dry_run", "reason", "to") if name in given}
+        settings = ReplaySettings.read(self.options(archive=str(self.folder), **given), {})
+        return replay_job.run(self.spark, settings, **how)
 
     def audit(self, **given: Any) -> Audited:
         """Compare the tasks of DAY, or of another window, with the received messages in the folder of the test."""

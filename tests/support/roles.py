@@ -20,14 +20,14 @@ ALL = frozenset({"*"})
 Grants = dict[tuple[str, str], frozenset[str]]
 
 
-def statements(*, optional: bool = False) -> list[str]:
-    files = [ROLES, ROLES.with_name("roles_cancel.sql")] if optional else [ROLES]
+def statements(*, optional: bool = False, file: Path = ROLES) -> list[str]:
+    files = [file, file.with_name("roles_cancel.sql")] if optional else [file]
     return [" ".join(each.split()) for file in files for each in ddl.cut(file.read_text(encoding="utf-8"))]
 
 
-def grants(role: str, *, optional: bool = False) -> Grants:
+def grants(role: str, *, optional: bool = False, file: Path = ROLES) -> Grants:
     found: Grants = {}
-    for statement in statements(optional=optional):
+    for statement in statements(optional=optional, file=file):
         if re.fullmatch(r"CREATE ROLE \w+", statement):
             continue
         grant = re.fullmatch(r"GRANT (.+) ON TABLE ([\w, ]+) TO ROLE (\w+)", statement)

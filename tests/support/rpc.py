@@ -21,6 +21,7 @@ from google.cloud.spanner_v1 import (
     CommitRequest,
     RollbackRequest,
 )
+from google.iam.v1.policy_pb2 import Policy
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
 
@@ -220,11 +221,14 @@ class PubSubServer(Served):
         self.requests: list[Any] = []
         self.publish: Handler = accept
         self.get_topic: Handler = lambda request, _context: Topic.pb()(name=request.topic)
+        self.policy = Policy()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         if method.endswith("/Publish"):
             self.requests.append(publishing := PublishRequest.pb().FromString(request))
             yield self.publish(publishing, context).SerializeToString()
+        elif method.endswith("/GetIamPolicy"):
+            yield self.policy.SerializeToString()
         else:
             assert method.endswith("/GetTopic")
             yield self.get_topic(GetTopicRequest.pb().FromString(request), context).SerializeToString()

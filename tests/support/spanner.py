@@ -77,13 +77,9 @@ def record_requests(database: Database, *methods: str) -> list[tuple[str, Any]]:
 
 
 def client(host: str, project: str = PROJECT) -> spanner.Client:
-    # The client reads the variable, and only while it is created.
-    with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": host}):
-        return spanner.Client(
-            project=project,
-            credentials=AnonymousCredentials(),
-            disable_builtin_metrics=True,  # they want Cloud Monitoring
-        )
+    # The client reads the variables, and only while it is created. Its metrics want Cloud Monitoring.
+    with mock.patch.dict(os.environ, {"SPANNER_EMULATOR_HOST": host, "SPANNER_DISABLE_BUILTIN_METRICS": "true"}):
+        return spanner.Client(project=project, credentials=AnonymousCredentials())
 
 
 def instance(host: str, instance_id: str = INSTANCE, project: str = PROJECT) -> Instance:

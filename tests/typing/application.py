@@ -77,7 +77,8 @@ def correct_callback(message: inbox.PulledMessage, session: Session) -> None:
 def correct_drivers(session: Session) -> bool:
     task_id: str = outbox_sqlalchemy.register(session, "orders", b"", priority=7)
     outbox_sqlalchemy.register_many(session, [outbox.Task("orders", b"")])
-    return outbox_sqlalchemy.cancel(session, task_id)
+    answer: bool = outbox_sqlalchemy.run_in_transaction(session.get_bind().engine, correct_drivers)
+    return answer and outbox_sqlalchemy.cancel(session, task_id)
 
 
 async def correct_aio(transaction: aio.Transaction, message: inbox.ReceivedMessage) -> bool:
@@ -100,7 +101,7 @@ def correct_fixtures(
     done: Drained = outbox_relay.drain(now=datetime.now(UTC))
     with outbox_relay.losing_publish_answers():
         outbox_relay.drain()
-    [message] = published("orders")
+    [message] = published("orders", foreign=None)
     RedeliveringSubscriber(published("orders")).deliver(lambda delivered: delivered.ack())
     return message.data if done.published and outbox_migrate else b""
 
@@ -117,6 +118,16 @@ def wrong_inbox(transaction: Transaction, batch: Batch, database: Database, mess
     inbox.process_once(transaction, message)  # error
     inbox.process_once(transaction, message, consumer="billing", key="id")  # error
     inbox.Handler(database, consumer="billing", missing_task_id="drop")  # error
+
+    def of_batch(transaction: inbox.Transaction, messages: list[inbox.ReceivedMessage]) -> None: ...
+    def of_text(transaction: inbox.Transaction, message: str) -> None: ...
+    def of_one(transaction: inbox.Transaction, message: inbox.ReceivedMessage) -> None: ...
+    def of_three(transaction: inbox.Transaction, message: inbox.ReceivedMessage, database: Database) -> None: ...
+
+    inbox.Handler(database, consumer="billing")(of_batch)  # error
+    inbox.Handler(database, consumer="billing")(of_text)  # error
+    inbox.Handler(database, consumer="billing")(of_three)  # error
+    inbox.BatchHandler(database, consumer="billing")(of_one)  # error
 
 
 class Fake:

@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa, utils
 from google.cloud import kms
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 
+from outbox.admin.operations import Operation
 from outbox.base.values import shown
 from outbox.errors import NotReached, SettingError
 from outbox_pipeline import cli
-from outbox_pipeline.jobs import certificate as document
-from outbox_pipeline.jobs.texts import sha256_of
-from tests.support.certificates import Place, data, new_key, payload
+from outbox_pipeline.certificate import document
+from outbox_pipeline.certificate.doubts import Read, doubts
+from tests.support.certificates import Place, new_key, payload
 from tests.support.rpc import Served
 
 FIRST = datetime(2026, 11, 20, tzinfo=UTC)
@@ -50,9 +49,7 @@ def files_of(place: Place, day: datetime) -> dict[str, str]:
     folder = f"window={day:%Y%m%dT%H%M%SZ}_{day + DAY:%Y%m%dT%H%M%SZ}/run=0"
     run = place.path(f"archive/{folder}/SentDate=x")
     run.mkdir(parents=True)
-    at = pa.array([day + DAY / 24] * 4, pa.timestamp("us", tz="UTC"))
-    ids, bodies = [f"{day:%d}-{n}" for n in range(4)], [data(b"paid", a="b")] * 4
-    pq.write_table(pa.table({"Id": ids, "CreatedAt": at, "SentAt": at, "Data": bodies}), run / "part-0.parquet")
+    (run / "part-0.parquet").write_text(f"tasks of {day}")
     log = place.path(f"archive/_delta_log/{day:%d}.json")
     log.parent.mkdir(exist_ok=True)
     log.write_text(json.dumps({"since": shown(day), "data": folder}))
@@ -65,13 +62,12 @@ def files_of(place: Place, day: datetime) -> dict[str, str]:
 
 
 def content_of(day: datetime, previous: str | None) -> dict[str, Any]:
-    tasks = [(f"{day:%d}-{n}", sha256_of(b"paid", {"a": "b"})) for n in range(4)]
     return {
         "database": "projects/p/instances/i/databases/shop",
         "window": {"since": shown(day), "until": shown(day + DAY)},
         "previous": previous,
         "audit": {"grace_seconds": 600.0},
-        "tasks": document.tree_summary(tasks),
+        "doubts": [],
         "counts": {"unknown": 0, "foreign": 0},
         "topics": {"orders": COUNTS},
         "not_delivered": [],
@@ -88,12 +84,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
         files = files_of(place, day)
         file = write(place, f"certificate-{day:%d}.json", content_of(day, previous), files)
         previous = hashlib.sha256(document.envelope(file.read_bytes(), "")[0]).hexdigest()
-    prove = ["--certificate", f"{place.path('certificate-21.json')}", "--public-key", f"{place.path('key.pub')}"]
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr("outbox_pipeline.jobs.certificate.say", lines.append)
-        assert cli.main(["certificate", "prove", "21-2", *prove, "--archive", str(place.path("archive"))]) == 0
-    place.path("proof.json").write_text("".join(lines))
     return place
 
 
@@ -103,8 +93,7 @@ def place(original: Place, tmp_path: Path) -> Place:
 
 
 def verify(place: Place, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    proof = ["--proof", str(place.path("proof.json"))]
-    code = cli.main(place.verify(*place.inputs(), *proof))
+    code = cli.main(place.verify(*place.inputs()))
     return code, capsys.readouterr().err
 
 
@@ -195,29 +184,13 @@ def copied(name: str) -> Callable[[Path], object]:
     return lambda file: shutil.copy(file, file.with_name(name))
 
 
-def no_parquet(place: Place) -> None:
-    file = min(place.folder.glob("archive/window=20261122T*/**/*.parquet"))
-    before = digest(file)
-    file.write_text("tasks")
-    replaced(before, digest(file), "certificate-22.json")(place)
-
-
-def proof(**changed: Any) -> Change:
-    return text(lambda found: json.dumps(json.loads(found) | changed).encode(), "proof.json")
-
-
-def inner_node(found: bytes) -> bytes:
-    """Begin at the node above the leaf, as if the node were a task."""
-    outer = json.loads(found)
-    return json.dumps(outer | {"place": outer["place"] // 2, "path": outer["path"][1:]}).encode()
-
-
 def times(since: timedelta = timedelta(), until: timedelta = timedelta()) -> dict[str, str]:
     return {"since": shown(FIRST + DAY + since), "until": shown(FIRST + 2 * DAY + until)}
 
 
 WINDOW, COMMIT, RECEIVED = "archive/window=20261121T*", "archive/_delta_log/21.json", "received/21/1.jsonl"
 PARQUET, MICRO, DEEP = f"{WINDOW}/**/*.parquet", timedelta(microseconds=1), b"[" * 100_000
+SUMS = {**COUNTS, "registered": 4, "unknown": 0, "foreign": 0}
 SECOND_LOST = {**COUNTS, "delivered": 3, "lost": 1}
 CHANGES: dict[str, tuple[Change, str]] = {
     # the envelope
@@ -250,11 +223,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a number is a float": (replaced('"delivered":4', '"delivered":4.0'), "not in the form of RFC 8785"),
     "a number is huge": (replaced('"unknown":0', f'"unknown":{10**30}'), "no valid content: IntegerDomainError"),
     "it is of another type": (replaced("certificate:v1", "certificate:v2"), "or not of version 1"),
-    "the list has other tasks": (
-        replaced('"count":4', '"count":5', "certificate-22.json"),
-        r"The tasks in .*archive are not those of .*22\.json",
+    "messages of no task are left out of the verdict": (
+        with_predicate(counts={**SUMS, "unknown": 2}), "summary .* does not follow"
     ),
-    "an archived file is no archive": (no_parquet, "archive has no files of an archive: ArrowInvalid"),
+    "a doubt is left out of the verdict": (with_predicate(doubts=["a purge"]), "summary .* does not follow"),
     # chain and windows
     "a certificate is removed": (files("certificate-21.json", Path.unlink), r"a gap between .*-20\.json, .*-22\.json"),
     "a certificate is repeated": (files("certificate-21.json", copied("certificate-99.json")), "an overlap between"),
@@ -275,14 +247,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a received file is changed": (files(RECEIVED, flipped), r"received/21/1\.jsonl was changed since .*21\.json"),
     "a received file is removed": (files(RECEIVED, Path.unlink), r"received lacks 21/1\.jsonl, which .*21\.json"),
     "a received file is added": (files(RECEIVED, copied("3.jsonl")), r"received/21/3\.jsonl was added since"),
-    # proofs
-    "a proof is of another task": (proof(task_id="21-1"), "does not prove that .* contains task '21-1'"),
-    "a proof has a place outside": (proof(place=4), "is not a proof: IndexError"),
-    "a proof has a float": (proof(place=2.0), "is not a proof: TypeError"),
-    "a proof begins at an inner node": (text(inner_node, "proof.json"), "does not prove that"),
-    "a proof is for another certificate": (proof(certificate="0" * 64), "which was not given"),
-    "a proof is nested too deep": (text(lambda _: DEEP, "proof.json"), "is not a proof: RecursionError"),
-    "a proof has a name twice": (text(lambda found: b'{"task_id": "1",' + found[1:], "proof.json"), "occurs twice"),
 }  # fmt: skip
 
 
@@ -322,24 +286,56 @@ def test_random_changes_are_refused(original: Place, tmp_path: Path, capsys: pyt
     assert verify(place, capsys) == (0, "")
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 3, 5, 7, 8, 13])
-def test_each_path_leads_to_the_root_of_rfc_6962(tasks: int):
-    def root_of(leaves: list[bytes]) -> bytes:
-        """Return the Merkle tree hash as section 2.1.1 defines it."""
-        if len(leaves) == 1:
-            return leaves[0]
-        half = 1 << (len(leaves) - 1).bit_length() - 1
-        return document.node(root_of(leaves[:half]), root_of(leaves[half:]))
+def purge(begins: timedelta, ends: timedelta | None, tasks: int | None = 3, **selection: Any) -> Operation:
+    """Return the record of a purge that began and ended so long after FIRST."""
+    texts = {name: shown(value) if isinstance(value, datetime) else value for name, value in selection.items()}
+    finished = None if ends is None else FIRST + ends
+    return Operation("4711", "purge", FIRST + begins, finished, None, json.dumps(texts), tasks, None, None, None, None)
 
-    lines = [document.task_line(str(n), "d") for n in range(tasks)]
-    leaves = list(map(document.leaf, lines))
-    root = document.tree_summary((str(n), "d") for n in range(tasks))["root"]
-    assert root == root_of(leaves).hex()
-    for place, line in enumerate(lines):
-        path = document.tree_path(leaves, place)
-        assert document.root_from(line, place, tasks, path) == root
-        assert document.root_from(line, place + 1, tasks, path) != root
-        assert document.root_from(line, place, tasks, [*path, "00" * 32]) is None
+
+HOUR, MINUTE = DAY / 24, timedelta(minutes=1)
+#: The day was read a minute after its end.
+OF_DAY = Read(FIRST, FIRST + DAY, FIRST + DAY + MINUTE)
+LATE = Read(FIRST + DAY, FIRST + 2 * DAY, FIRST + 3 * DAY)
+DOUBTS: dict[str, tuple[list[Read], list[Operation], timedelta | None, str | None]] = {
+    "a purge": ([OF_DAY], [purge(HOUR, 2 * HOUR, state="sent")], 7 * DAY, "1 purge may have .* operation 4711 at 2026"),
+    "an unfinished purge": ([OF_DAY], [purge(HOUR, None, None)], 7 * DAY, "1 purge may have"),
+    "a purge of unknown tasks": ([OF_DAY], [purge(HOUR, 2 * HOUR, archive="other", until=FIRST)], None, "1 purge may"),
+    "a purge of no task": ([OF_DAY], [purge(HOUR, 2 * HOUR, 0)], 7 * DAY, None),
+    "a purge before": ([OF_DAY], [purge(-HOUR, timedelta())], 7 * DAY, None),
+    "a purge after the read": ([OF_DAY], [purge(DAY + MINUTE, None)], 7 * DAY, None),
+    "a purge of older tasks": ([OF_DAY], [purge(HOUR, None, until=FIRST)], 7 * DAY, None),
+    "a purge of newer tasks": ([OF_DAY], [purge(HOUR, None, since=FIRST + DAY)], 7 * DAY, None),
+    "a purge of cancelled tasks": ([OF_DAY], [purge(HOUR, None, state="cancelled")], 7 * DAY, None),
+    "a late read": ([OF_DAY, LATE], [], None, "tasks sent from 2026-11-21T.* to 2026-11-22T.* late"),
+    "a late purge": ([OF_DAY, LATE], [purge(2 * DAY, None)], None, "1 purge may .*|the archive read .* late"),
+    "a late read after the retention": ([LATE], [], DAY, "after they were sent, but those sent from 2026-11-21T"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOUBTS)
+def test_what_can_hide_a_loss_is_said(name: str):
+    reads, purges, kept, sentence = DOUBTS[name]
+    found = "; ".join(doubts(reads, purges, kept))
+    assert found == "" if sentence is None else re.search(sentence, found), found
+
+
+def test_a_doubt_changes_the_first_line(original: Place):
+    content = content_of(FIRST, None)
+    for changed, line in (
+        ({}, "COMPLETE: 4 tasks delivered"),
+        ({"doubts": ["one; two"]}, "UNCERTAIN: 4 tasks delivered. A loss may be hidden: one; two"),
+        (
+            {"counts": {"unknown": 2, "foreign": 1}},
+            "UNCERTAIN: 4 tasks delivered. A loss may be hidden: no task has the ID of 2 received messages",
+        ),
+        (
+            {"topics": {"orders": SECOND_LOST}, "doubts": ["one"]},
+            "INCOMPLETE: 1 lost of 4 tasks. A loss may be hidden: one",
+        ),
+    ):
+        file = write(original, "other.json", content | changed, {})
+        assert payload(file)["predicate"]["summary"] == line
 
 
 NAME = "projects/p/locations/l/keyRings/r/cryptoKeys/k/cryptoKeyVersions/1"

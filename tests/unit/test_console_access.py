@@ -1,5 +1,6 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -242,22 +243,46 @@ def test_the_function_refuses_what_the_command_refuses() -> None:
             application.app(mock.Mock(), **given)
 
 
+@pytest.mark.parametrize(("prefix", "page"), [("/tasks", "/tasks"), ("/topic/ask", "/topic/ask"), ("/top", "")])
+def test_a_prefix_is_not_the_path_of_a_page(prefix: str, page: str) -> None:
+    """A proxy may remove the prefix, so /tasks would be both the overview and the page of tasks."""
+    refused = pytest.raises(SettingError, match=f"path_prefix: {prefix} is also the beginning of a page's path, {page}")
+    with mock.patch.object(schema, "layout"), refused if page else contextlib.nullcontext():
+        application.app(mock.Mock(), path_prefix=prefix)
+
+
 @pytest.mark.parametrize("hosts", ["Outbox.example.com:443, [::0:1]", ["OUTBOX.example.com", "::1"]])
 def test_the_notation_of_a_host_does_not_matter(hosts: Any) -> None:
     with mock.patch.object(schema, "layout"):
         assert application.app(mock.Mock(), allowed_hosts=hosts).allowed_hosts == ("outbox.example.com", "::1")
 
 
-def test_slow_pages_delay_neither_the_health_check_nor_files_nor_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page without a place says so, and the browser loads it again. Later it gets one."""
+SINGLE, ALL = "id=a&selected=1", "state=dead"
+#: What a person does in an incident, and what reads many rows, each with the kind of its place.
+WORKS: dict[tuple[str, str, str], Work] = {
+    ("GET", "/", ""): Work.LIGHT,
+    ("GET", "/topic", "name=a"): Work.LIGHT,
+    ("GET", "/task", "id=a"): Work.LIGHT,
+    **{("POST", f"/topic/{name}", "name=a"): Work.URGENT for name in ("pause", "resume", "probe", "forget")},
+    **{("POST", f"/operation/{name}", "id=a"): Work.URGENT for name in ("stop", "continue-retry", "continue-purge")},
+    **{(method, "/tasks/retry", SINGLE): Work.URGENT for method in ("GET", "POST")},
+    **{(method, "/tasks/cancel", ALL): Work.SCAN for method in ("GET", "POST")},
+    **{(method, "/topic/controls", "name=a&rate=1&route="): Work.URGENT for method in ("GET", "POST")},
+    **{("GET", "/topic/controls", f"name=a&{more}"): Work.SCAN for more in ("route=b", "unset=route")},
+    ("GET", "/tasks", ALL): Work.SCAN,
+    ("GET", "/search", "q=a"): Work.SCAN,
+}
+
+
+def test_slow_pages_delay_nothing_urgent_and_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists and previews have all of their places. A page without one says so, and no browser loads it by itself."""
     monkeypatch.setattr(application, "WAIT_SECONDS", 0.05)
-    may_end = threading.Event()
+    may_end, most = threading.Event(), application.PLACES[Work.SCAN]
 
     def slow(_visit: Visit) -> Response:
         return PlainTextResponse(str(may_end.wait(60)))
 
-    app = client([Route("/slow", slow), Route("/", slow, work=Work.LIGHT), SHOW, CHANGE]).app
-    app.routes[2:] = recording(app.routes[2:])[0]
+    app = client([Route("/slow", slow), *recording(routes())[0]]).app
 
     async def scenario() -> None:
         async with anyio.create_task_group() as tasks:
@@ -266,22 +291,23 @@ def test_slow_pages_delay_neither_the_health_check_nor_files_nor_figures(monkeyp
 
             async def ask(path: str) -> None:
                 answers.append(await asked(app, path))
-                if len(answers) == 90 - application.PLACES[Work.LIGHT] - application.PLACES[Work.SCAN]:
+                if len(answers) == 45 - most:
                     all_wait.set()
 
             for _ in range(45):
                 tasks.start_soon(ask, "/slow")
-                tasks.start_soon(ask, "/")
             await all_wait.wait()
-            assert {(status, headers["retry-after"]) for status, headers, _ in answers} == {(503, "0")}
-            assert any("The console is busy: 8 pages" in body for _, _, body in answers)
-            assert all(headers["refresh"] for _, headers, _ in answers)
+            found = {(status, headers["retry-after"], headers.get("refresh")) for status, headers, _ in answers}
+            assert found == {(503, str(application.RETRY_SECONDS), None)}
+            assert all("The console is busy: 8 requests" in body for _, _, body in answers)
             assert (await asked(app, "/healthz"))[2] == "ok\n"
             assert (await asked(app, STYLE))[0] == 200
-            status, headers, _ = await asked(app, "/change", {"type": "http.request", "body": b""})
-            assert (status, "refresh" in headers) == (503, False)  # a form is not sent again
+            for (method, path, query), work in WORKS.items():
+                sent = [{"type": "http.request", "body": b""}] if method == "POST" else []
+                status, _, _ = await asked(app, path, *sent, query=query)
+                assert status == (503 if work is Work.SCAN else 200), (method, path, query)
             may_end.set()
-        assert {status for status, _, _ in answers[-24:]} == {200}
+        assert {status for status, _, _ in answers[-most:]} == {200}
         assert (await asked(app, "/slow"))[0] == 200
 
     anyio.run(scenario)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,13 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from outbox.admin.backlog import Backlog, Line
-from outbox.admin.history import MINUTES, History, Seen
+from outbox.admin.history import JOINED, MINUTES, WHOLE, History, Seen, Values
 from outbox.admin.operations import Operation
 from outbox.admin.status import SHOWN, Problem, find
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
 from outbox.base.values import counted
-from outbox.console import charts
+from outbox.console import charts, visits
 from outbox.console.application import routes
 from outbox.console.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox.console.visits import _ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Status, Visit
@@ -74,19 +75,6 @@ def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_aga
     ]  # fmt: skip
 
 
-def test_while_one_thread_reads_the_others_get_the_last_value() -> None:
-    clock, may_end = Clock(), threading.Event()
-    shared = Shared(lambda _last: clock.now if clock.now == 0 else may_end.wait(10), clock)
-    shared.get()
-    clock.now = 10
-    with ThreadPoolExecutor() as threads:
-        threads.submit(shared.get)
-        eventually(shared._reading.locked, seconds=5)
-        assert shared.get() == Reading(0.0, 10)
-        may_end.set()
-    assert shared.get().age == 0
-
-
 def test_the_first_value_is_awaited_and_read_once() -> None:
     clock, may_end, reads = Clock(), threading.Event(), list[int]()
 
@@ -102,24 +90,38 @@ def test_the_first_value_is_awaited_and_read_once() -> None:
     assert ([each.result().value for each in found], len(reads)) == (["value"] * 20, 1)
 
 
-def test_the_page_after_an_action_awaits_a_read_that_began_later() -> None:
-    """Another tab may be reading what the action has changed since."""
+def test_no_page_waits_for_a_slow_read_also_not_after_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the last value with its age, until a read has ended that began after the action."""
     clock, may_end, numbers = Clock(), threading.Event(), iter(range(9))
 
     def read(_last: int | None) -> int:
         number = next(numbers)
-        return number if number != 1 or may_end.wait(10) else -1
+        return number if number != 1 or may_end.wait(60) else -1
 
     shared = Shared(read, clock)
-    shared.get()
-    clock.now = 10
-    with ThreadPoolExecutor(2) as threads:
-        threads.submit(shared.get)
-        eventually(shared._reading.locked, seconds=5)
-        shared.forget()
-        found = threads.submit(shared.get)
-        may_end.set()
-        assert found.result().value == 2
+    assert shared.get() == Reading(0, 0)
+    monkeypatch.setattr(visits, "PATIENCE_SECONDS", 0.05)
+    clock.now = 42
+    with ThreadPoolExecutor(40) as threads:
+        found = [each.result() for each in [threads.submit(shared.get) for _ in range(40)]]
+    assert found == [Reading(0, 42)] * 40
+    shared.forget()
+    late = shared.get()
+    assert (late.value, late.is_late, late.is_current, late.written is None) == (0, True, False, False)
+    monkeypatch.setattr(visits, "PATIENCE_SECONDS", 60)
+    may_end.set()
+    assert eventually(lambda: shared.get() if shared._ended.is_set() else None) == Reading(2, 0)
+
+
+def test_a_read_that_fails_unexpectedly_is_said_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, failures = Clock(), [KeyError("x")]
+    shared = Shared(lambda _last: "value" if not failures else (_ for _ in ()).throw(failures.pop()), clock)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        assert shared.get() == Reading(None, math.inf, "No thread can be started: can't start new thread")
+    for clock.now, value, error in ((6, None, "fault of the console"), (12, "value", "")):
+        reading = shared.get()
+        assert (reading.value, error in (reading.error or "")) == (value, True)
 
 
 def status(**values: Any) -> Status:
@@ -231,10 +233,20 @@ def test_a_worker_that_has_just_started_or_left_leaves_no_shard_without_a_worker
 
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:
-    never: Reading = Reading(None, float("inf"), "no route.")
-    assert health(never) == ("bad", "Spanner did not answer. no route.")
-    stale = Reading(status(), 65.0, "no route.")
-    assert health(stale) == ("bad", "Spanner did not answer. The figures are 1m 5s old. no route.")
+    """Old figures are never said to be healthy, whatever the reason."""
+    late = status(problems=[Problem("late", "e", is_bad=True, text="e is late")])
+    slow = "The figures are 42s old, because the read that follows takes long. Then: "
+    for reading, expected in (
+        (Reading(None, math.inf, "no route."), ("bad", "The figures could not be read. no route.")),
+        (
+            Reading(status(), 65.0, "no route."),
+            ("bad", "The figures could not be read. These are 1m 5s old. no route."),
+        ),
+        (Reading(None, math.inf), ("warn", "The first figures are being read")),
+        (Reading(status(), 42.0), ("warn", f"{slow}no problem")),
+        (Reading(late, 42.0), ("bad", f"{slow}e is late")),
+    ):
+        assert health(reading) == expected
 
 
 NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
@@ -272,11 +284,36 @@ def test_ticks_are_round_and_reach_the_largest_value() -> None:
 def test_gaps_are_gaps_and_a_single_value_is_visible() -> None:
     line = chart(0, 10, None, 5)
     assert line.paths() == [(0, "M115 100L125 0h0M145 50h0")]
-    assert line.last("a") == "5"
-    assert chart(None).last("a") == "\N{EN DASH}"
+    assert chart(10, None, None, 5, is_backlog=True).paths() == [(0, "M115 0L125 16.7L135 33.3L145 50h0")]
+    assert chart(10, *[None] * JOINED, 5, is_backlog=True).paths() == [(0, "M85 0h0M145 50h0")]
     assert chart(10, None, kind="area").paths() == [(0, "M135 100L135 0h4V100z")]
     assert chart(10, 0, kind="bars").paths() == [(0, "M131 100V0h8V100z")]
     assert spark([None] * MINUTES) == ""
+
+
+DASH = "\N{EN DASH}"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((7, 5), "5"),
+        ((7, 5, *[None] * WHOLE), "5"),
+        ((7, 5, *[None] * JOINED), f"5 ({JOINED}m ago)"),
+        ((7, 5, *[None] * (JOINED + 1)), DASH),
+        ((None,), DASH),
+    ],
+)
+def test_an_old_value_is_not_shown_as_the_current_one(values: Values, text: str) -> None:
+    """A topic that published its last task half an hour ago has no latency now."""
+    assert chart(*values).last("a") == text
+
+
+@pytest.mark.parametrize(("minutes", "texts"), [(1, ["5", "0"]), (4, ["5 (3m ago)", "0 (3m ago)"]), (24, [DASH, DASH])])
+def test_failures_of_the_last_minute_are_unknown_if_no_worker_has_counted_them(minutes: int, texts: list[str]) -> None:
+    left = dataclasses.replace(worker(topics={"orders": {":x": [5] * MINUTES}}), seen_at=ago(minutes - 1))
+    found = History(NOW, {"a": Seen(left, ago(minutes))}, {})
+    assert [charts.failed_last_minute(found, "orders", f"{reason}: 404") for reason in "xy"] == texts
 
 
 def test_stacked_series_add_up_and_the_lowest_is_drawn_last() -> None:

@@ -90,7 +90,8 @@ def test_generated_pages_match_the_code() -> None:
     """A new setting or metric without `make docs` fails here."""
     pages = generate().pages()
     for_people = {"settings.md", "metrics.md", "errors.md", "python.md", "statements.md"}
-    assert {page.name for page in pages} == {*for_people, "settings.schema.json", "metadata.csv", "llms.txt"}
+    modules = {generate().module_page(module).name for module in generate().PYTHON}
+    assert {page.name for page in pages} == {*for_people, *modules, "settings.schema.json", "metadata.csv", "llms.txt"}
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
 
@@ -99,6 +100,22 @@ def test_the_python_page_has_every_public_name() -> None:
     """`__version__` needs no explanation."""
     for module in (outbox, outbox.testing):
         assert set(generate().PYTHON[module.__name__]) == {*module.__all__} - {"__version__"}
+    functions = {(module, name) for module, name, found in generate().public() if found.is_function}
+    assert functions <= generate().examples().keys(), "each function has an example on a guide"
+
+
+@each_page
+def test_code_of_a_page_uses_public_names(page: Path) -> None:
+    """What a page tells people to import has a place in the reference."""
+    public, packages = generate().PYTHON, ("outbox", "publishworker", "outbox_pipeline")
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in packages:
+                for each in node.names:
+                    assert f"{node.module}.{each.name}" in public or each.name in public[str(node.module)], each.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = generate()._NAMES.get(node.value.id, node.value.id)
+                assert f"{module}.{node.attr}" in public or node.attr in public.get(module, node.attr), node.attr
 
 
 def test_result_pages_match_the_results(tmp_path: Path) -> None:
@@ -196,6 +213,11 @@ def test_the_site_leads_to_files_in_the_repository_and_breaks_no_name() -> None:
         "[a](register.md#x) [b](https://r/tree/main/outbox/cli) "
         "[c](https://r/blob/main/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     )
+    assert site().on_site("![a](docs/pictures/x.png)", ROOT, "") == "![a](pictures/x.png)"
+    tabs = "<!-- tabs -->\n**A B**\n\n1\n**C**\n\n2\n<!-- /tabs -->\n"
+    assert site().on_site(tabs, ROOT / "docs", "").split("\n") == [
+        '=== "A B"', "", "", "    1", "", '=== "C"', "", "", "    2", "", ""
+    ]  # fmt: skip
     # A name is not broken into lines. A block of code and a command stay as they are.
     text = "`--batch-size`, `a b`,`c d`\n```sh\n`x`\n```\n"
     assert site().on_site(text, ROOT / "docs", "") == text.replace("size`", "size`{.name}")

@@ -120,16 +120,29 @@ def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
         hour.at(ago).ring.add_backlog({"orders": unsent} if unsent else {}, {"orders": unsent} if unsent else {})
         hour.ring.add_ages({"orders": 60.0} if unsent else {}, 60.0 if unsent else 0.0)
         hour.publish(10)
-    found = history(hour.worker(), Hour("b").worker())
+    found = history(hour.worker(), Hour("b").worker(), lines=[Line("orders", 50, pending=80)])
     assert found.pending("orders")[-6:-1] == [None, 0, 50, 80, None]
     assert found.oldest()[-6:-1] == [None, 0, 60, 60, None]
-    assert found.registered("orders")[-6:-1] == [None, None, 60, 40, None]
+    assert found.registered("orders")[-6:-1] == [None, None, 60, 40, 0]
     hour.at(2).ring.add_backlog({"orders": 10_000}, {"orders": None})
-    bound = history(hour.worker())
+    bound = history(hour.worker(), lines=[Line("orders", 50, pending=10_000, at_least={"pending"})])
     assert (bound.pending("orders")[-3], bound.registered("orders")[-3]) == (10_000, None)
     hour.at(1).ring.add_backlog({}, {"scheduled": 5})
     hour.ring.add_ages({}, 0.0)
     assert history(hour.worker()).oldest("scheduled")[-2] == 0
+
+
+def test_a_backlog_that_workers_count_every_few_minutes_still_tells_what_was_registered() -> None:
+    """On average, between two counts. After a longer gap it is unknown."""
+    hour = Hour()
+    for ago in range(30, -1, -1):
+        hour.at(ago).publish(10)
+        if ago % 3 == 0 and not 9 < ago < 21:
+            hour.ring.add_backlog(*({"orders": 100 * (30 - ago)} for _ in range(2)))
+    found = history(hour.worker(), lines=[Line("orders", 50, pending=3_000)])
+    assert found.pending("orders")[-7:-2] == [2_400, None, None, 2_700, None]
+    assert found.registered("orders")[-8:-1] == [110] * 7
+    assert {*found.registered("orders")[-21:-9]} == {None}
 
 
 def test_what_a_process_reads_itself_fills_the_gaps() -> None:
@@ -214,13 +227,13 @@ def test_bars_show_the_course_of_a_figure() -> None:
     assert bars([None, 0]) == " \u2581"
 
 
-def test_status_shows_the_hour_as_bars_with_the_last_value() -> None:
+def test_status_shows_the_hour_as_bars_with_the_last_value_and_its_age() -> None:
     hour = Hour()
     hour.at(9).publish(40, seconds=2)
     hour.at(3).publish(80, seconds=0.1)
     found = {line.split("  ")[0]: line.split() for line in status_commands._curves(history(hour.worker())).splitlines()}
     assert found["published/min"][-2:] == ["80", "0"]
-    assert found["latency p95"][-2:] == ["2.0s", "0.1s"]
+    assert found["latency p95"][-4:] == ["2.0s", "0.1s", "(3m", "ago)"]
     assert "failed/min" not in found
 
 

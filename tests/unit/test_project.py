@@ -84,8 +84,15 @@ def test_the_tests_have_each_name() -> None:
 
 
 WORKFLOW = ROOT / ".github/workflows/release.yml"
-JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
-STEPS = [step for job in JOBS.values() for step in job["steps"]]
+WORKFLOWS: dict[str, dict[str, Any]] = {
+    file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(WORKFLOW.parent.glob("*.yml"))
+}
+JOBS: dict[str, Any] = WORKFLOWS["release"]["jobs"]
+#: The commands of each workflow.
+COMMANDS = {
+    name: "\n".join(step["run"] for job in found["jobs"].values() for step in job.get("steps", []) if "run" in step)
+    for name, found in WORKFLOWS.items()
+}
 
 
 @pytest.mark.extended
@@ -107,28 +114,63 @@ def test_each_file_matches_the_schema_of_github(schema: str, pattern: str) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
+def test_the_workflows_call_make_targets_and_files_that_exist() -> None:
     """A renamed target or Dockerfile would be noticed only at the next release."""
-    commands = "\n".join(step["run"] for step in STEPS if "run" in step)
-    called = re.findall(r"\bmake ([a-z-]+)", commands)
-    assert called == ["release-check", "dist", "docs"]
-    assert [name for name in called if not re.search(rf"^{name}:", MAKEFILE, re.MULTILINE)] == []
-    [(file, test)] = re.findall(r"(tests/\S+\.py)::(\w+)$", MAKEFILE.partition("\ndist:")[2].partition("\n\n")[0])
+    called = {name: re.findall(r"\bmake ([a-z-]+)", text) for name, text in COMMANDS.items()}
+    assert called["release"] == ["release-check", "build", "dist-check", "docs"]
+    assert called["nightly"] == ["lint", "test-real", "soak", "test"]
+    targets = {each for found in called.values() for each in found}
+    assert [name for name in targets if not re.search(rf"^{name}:", MAKEFILE, re.MULTILINE)] == []
+    [(file, test)] = re.findall(r"(tests/\S+\.py)::(\w+)$", MAKEFILE.partition("\ndist-check:")[2].partition("\n\n")[0])
     assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
-    files = re.findall(r"(?:--file|bash) (\S+)", commands)
-    assert files == [".ci/run", "k8s/Dockerfile"]
+    files = {
+        each for text in COMMANDS.values() for each in re.findall(r"(?:--file|bash|python3) (\.?\w[\w./-]+)", text)
+    }
+    assert files == {".ci/run", ".github/emulators.sh", "k8s/Dockerfile", "tools/changelog.py"}
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
+def test_each_change_and_each_release_runs_all_tests() -> None:
+    """YAML reads the key `on` as true."""
+    on: Any = {str(key): value for key, value in WORKFLOWS["ci"].items()}["True"]
+    assert {"push", "pull_request", "workflow_call"} <= on.keys()
+    assert "bash .ci/run" in COMMANDS["ci"]
+    assert JOBS["test"]["uses"] == "./.github/workflows/ci.yml"
+
+
+def test_a_release_attests_where_nothing_else_has_run_and_ends_with_what_cannot_be_undone() -> None:
+    """The package goes out after everything else exists, and what follows only names that."""
+    build = [step.get("run", step.get("uses", "").partition("@")[0]) for step in JOBS["build"]["steps"]]
+    assert [each for each in build if each.startswith("make")] == [build[2], "make build"]
+    assert [name for name, job in JOBS.items() if "attestations" in job.get("permissions", {})] == ["build", "image"]
+    order = {name: job.get("needs") for name, job in JOBS.items()}
+    assert order == {
+        "test": None, "build": "test", "check": "build", "image": "check", "site": "check",
+        "package": ["image", "site"], "publish": "package", "pages": "publish",
+    }  # fmt: skip
+
+
 def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
-    """A tag of an action can be moved to other code; a commit cannot. No job writes to the repository."""
-    lines = re.findall(r"uses: (.+)", WORKFLOW.read_text(encoding="utf-8"))
-    assert len(lines) >= 5
-    assert [line for line in lines if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
-    assert "contents: write" not in WORKFLOW.read_text(encoding="utf-8")
-    assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("packages") == "write"} == {"image"}
-    assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("pages") == "write"} == {"site"}
-    assert all(job["needs"] == "dist" for name, job in JOBS.items() if name != "dist")
+    """A tag of an action can be moved to other code; a commit cannot. A name of a branch or a tag is no code."""
+    for file in WORKFLOW.parent.glob("*.yml"):
+        text = file.read_text(encoding="utf-8")
+        lines = re.findall(r"uses: ([^.].*)", text)
+        assert lines
+        assert [line for line in lines if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+        assert "${{" not in COMMANDS[file.stem]
+        assert WORKFLOWS[file.stem]["permissions"] == {"contents": "read"}
+    allowed = {
+        (name, right)
+        for found in WORKFLOWS.values()
+        for name, job in found["jobs"].items()
+        for right, value in job.get("permissions", {}).items()
+        if value == "write"
+    }
+    assert allowed == {
+        ("build", "id-token"), ("build", "attestations"), ("image", "packages"), ("image", "id-token"),
+        ("image", "attestations"), ("package", "id-token"), ("publish", "contents"), ("publish", "packages"),
+        ("pages", "pages"), ("pages", "id-token"),
+    }  # fmt: skip
 
 
 def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
@@ -136,8 +178,7 @@ def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
         "docs/reference/settings.md changed"
     )
     assert missing_line(["schema/schema.sql", "CHANGELOG.md"]) == missing_line(["docs/tutorial.md"]) == ""
-    called = (ROOT / ".github/workflows/changelog.yml").read_text(encoding="utf-8")
-    assert (ROOT / re.findall(r"python3 (tools/\S+\.py)", called)[0]).exists()
+    assert "python3 tools/changelog.py" in COMMANDS["changelog"]
 
 
 def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:

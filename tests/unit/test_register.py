@@ -343,6 +343,12 @@ def test_one_refused_task_refuses_all(bad: Any, kind: type[Exception], sentence:
     assert outbox.register_once(transaction, "orders", b"", task_id="t")
 
 
+def test_more_tasks_than_a_commit_can_hold_are_refused() -> None:
+    """The Spanner emulator would take them, for hours."""
+    with pytest.raises(outbox.InvalidMessage, match=r"20,000 tasks are .* 120,000 mutations.* at most 5,000 tasks"):
+        outbox.register_many(RecordingTransaction(), [outbox.Task("orders", b"")] * 20_000)
+
+
 @pytest.mark.parametrize("wrong", [iter([]), (task for task in ()), map(str, []), outbox.Task("orders", b""), None])
 def test_tasks_that_a_second_attempt_would_not_find_are_refused(wrong: Any) -> None:
     """A transaction function that runs again after ABORTED would register nothing, without an error."""

@@ -7,9 +7,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from google.api_core.exceptions import Aborted, DeadlineExceeded, InvalidArgument, RetryError, ServiceUnavailable
+from google.api_core.exceptions import (
+    Aborted,
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    RetryError,
+    ServiceUnavailable,
+)
 from google.auth.exceptions import TransportError
-from google.cloud.spanner_dbapi import Connection, Cursor
+from google.cloud.spanner_dbapi import Connection, Cursor, IntegrityError
 from google.cloud.spanner_dbapi.parse_utils import get_param_types
 from google.cloud.spanner_v1._helpers import _make_value_pb
 from google.cloud.spanner_v1.session import Session
@@ -194,6 +201,34 @@ def test_a_rollback_that_fails_does_not_hide_the_error() -> None:
     with pytest.raises(InvalidArgument):
         transact(database_of(transaction), mock.Mock(side_effect=InvalidArgument("first")))
     transaction.rollback.assert_called_once_with()
+
+
+def test_a_duplicate_of_the_application_is_not_said_to_be_that_of_a_task() -> None:
+    for id, remedy in (("task-1", ". Use another ID, or register_once"), ("order-1", "")):
+        with pytest.raises(IntegrityError) as caught, dbapi.errors("AsynchronousTasks", ids=["task-1"]):
+            raise IntegrityError from AlreadyExists(f"Row [{id}] already exists.")
+        assert str(caught.value) == f"Row [{id}] already exists{remedy}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: aio.register_once(None, "orders", b"", task_id="t"),
+        lambda: aio.process_once(None, None, consumer="billing"),
+        lambda: aio.cancel(None, "t"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_call_without_await_is_neither_true_nor_false(call: Callable[[], Any]) -> None:
+    """`if aio.process_once(...):` would be true each time. A task of asyncio accepts the call as a coroutine."""
+
+    async def as_task() -> None:
+        await asyncio.create_task(call())
+
+    with pytest.raises(TypeError, match=r"outbox\.aio\.\w+ was not awaited, so nothing has happened"):
+        bool(call())
+    with pytest.raises(TypeError, match="transaction is NoneType"):
+        asyncio.run(as_task())
 
 
 def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:

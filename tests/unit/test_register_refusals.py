@@ -82,7 +82,8 @@ def call(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield of_driver
 
 
-CONTROL = "has a control character, such as a line break. Remove it"
+LEAVE_OUT = "Leave the attribute out, and pass the ID as `task_id`"
+INVISIBLE = "has an invisible character, such as a line break, or a space at its begin or end. Remove it"
 #: By the argument: a value, and the sentence of the refusal.
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "topic": [
@@ -118,7 +119,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "task_id": [
         ("", "task_id has 0 characters. It must have 1 to 64"),
         ("x" * 65, "task_id has 65 characters. It must have 1 to 64"),
-        *((id, f"task_id {id!r} {CONTROL}") for id in ("a\n", "\x00", "a\tb", "\x7f", "a\x85")),
+        *((id, f"task_id {id!r} {INVISIBLE}") for id in ("a\n", "\x00", "a\tb", "a\x85", "a\u200b", "a ", "\xa0a")),
         (7, "task_id is int. It must be a str"),
         (BAD_TEXT, f"task_id {NO_UNICODE}"),
     ],
@@ -161,6 +162,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "expires_at 2026-01-01 00:00:00+00:00 is not after available_at 2026-01-01 00:00:00+00:00",
     ),
     ({"at_most_once": True, "ordering_key": "k"}, IN_ORDER),
+    (
+        {"attributes": {outbox.TASK_ID_ATTRIBUTE: "order-1"}, "task_id": "t"},
+        f"attribute {outbox.TASK_ID_ATTRIBUTE!r} is 'order-1', but the ID of the task is 't'. {LEAVE_OUT}",
+    ),
 ]
 
 

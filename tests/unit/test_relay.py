@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
+from outbox.table.states import NEVER
 from publishworker.delivery.delivery import Delivery
 from publishworker.host import Threads
 from publishworker.spanner.write_errors import StoreError
@@ -266,29 +267,69 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
 
 @pytest.mark.parametrize("errors", [[Abort()], [StoreError("no answer")], [Abort(), StoreError("no answer")]])
 def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(errors: list[Exception]) -> None:
-    """With its message ID, by the next run of the transaction or when it is marked again, also if the ID is reused."""
+    """With its message ID, by the next run of the transaction or when it is marked again, also if the ID is reused.
+
+    A cancelled row that is still there is marked. A restored one is in doubt like any other, and is not reported.
+    """
     bench = Bench(threads=Threads())
-    bench.insert("gone", "again", "sent again", "stays")
+    bench.insert("gone", "again", "cancelled", "reset", "restored", "stays")
     bench.insert("never sent", available_at=bench.store.now + HOUR)
 
     def commit() -> None:
         if errors:
-            for id in {"gone", "again", "sent again", "never sent"} & bench.store.rows.keys():
+            for id in {"gone", "again", "never sent"} & bench.store.rows.keys():
                 bench.store.delete(id)
             bench.insert("again", created_at=bench.store.now)
-            bench.insert("sent again", created_at=bench.store.now, sent_at=bench.store.now)
+            bench.change("cancelled", sent_at=bench.store.now, cancelled_by="an operation")
+            bench.change("reset", cancelled_by="application")
             raise errors.pop(0)
 
     bench.store.before_commit = commit
-    batch = batch_of(bench, "gone", "again", "sent again", "stays", "never sent")
+    batch = batch_of(bench, "gone", "again", "cancelled", "reset", "restored", "stays", "never sent")
     delivered = batch.run()
     later = [each for each in batch.mark_again() if isinstance(each, Cancelled)]
-    found = [item for each in (delivered.cancelled(), *(each.message_ids for each in later)) for item in each.items()]
+    found = [item for each in (delivered.cancelled, *(each.tasks for each in later)) for item in each.items()]
     messages = {id: answer.message_id for id, answer in delivered.answers.items() if isinstance(answer, Published)}
-    assert sorted(found) == sorted((id, messages[id]) for id in ("gone", "again", "sent again"))
+    who = {"gone": None, "again": None, "cancelled": "an operation", "reset": "application"}
+    assert sorted(found) == sorted((id, (messages[id], by)) for id, by in who.items())
     assert set(delivered.uncommitted()) == (set(messages) if later else set())
-    assert bench.store.rows["stays"].sent_at is not None
+    for id in ("cancelled", "reset", "restored", "stays"):
+        row = bench.store.rows[id]
+        assert (row.sent_at is not None, row.cancelled_by, row.times_sent) == (True, None, 1)
     assert bench.store.rows["again"].sent_at is None
+
+
+def test_a_cancelled_task_that_is_made_unsent_is_ended_and_not_published() -> None:  # OUT-CANCEL-1
+    """Whatever its kind, and also before later tasks of its key, which it does not block."""
+    bench = Bench(threads=Threads())
+    bench.insert("a", cancelled_by="an operation", last_error="an error")
+    bench.insert("once", cancelled_by="an operation", at_most_once=True)
+    bench.insert("dead", ordering_key="k", cancelled_by="application", available_at=NEVER)
+    bench.insert("next", ordering_key="k", created_at=bench.store.now)
+    bench.turns()
+    assert bench.publisher.ids() == ["next"]
+    assert not bench.store.unsent_rows()
+    assert {row.times_sent for row in bench.store.rows.values() if row.cancelled_by} == {0}
+    assert bench.store.rows["a"].last_error == "an error"
+
+
+def test_a_cancelled_task_is_named_whatever_other_rows_wait_for() -> None:
+    """Spanner refuses the mark of another row of its batch."""
+    bench = Bench(threads=Threads())
+    bench.insert("refused", "cancelled")
+    bench.store.refused.add("refused")
+
+    def commit() -> None:
+        bench.change("cancelled", sent_at=bench.store.now, cancelled_by="an operation")
+        bench.store.before_commit = lambda: None
+        raise StoreError("no answer")
+
+    bench.store.before_commit = commit
+    batch = batch_of(bench, "refused", "cancelled")
+    assert batch.run().uncommitted() == ["cancelled", "refused"]
+    first = next(each for each in batch.mark_again() if isinstance(each, Cancelled))
+    assert [*first.tasks] == ["cancelled"]
+    assert bench.store.rows["refused"].sent_at is None
 
 
 @pytest.mark.parametrize("bad", ["bad", "last"])

@@ -83,13 +83,18 @@ def test_a_task_is_in_one_state() -> None:
         "AvailableAt": pa.array(available_at, time),
         "Attempts": pa.array(attempts),
         "BlockedBy": pa.array(blocked_by, pa.string()),
+        "CancelledBy": pa.nulls(len(states), pa.string()),
     }
     assert tuple(arrow_states(pc, columns, PRECISELY).to_pylist()) == states
+    ended = columns | {"SentAt": pa.array([PRECISELY] * len(states), time)}
+    assert {*arrow_states(pc, ended, PRECISELY).to_pylist()} == {"sent"}
+    ended["CancelledBy"] = pa.array(["application"] * len(states))
+    assert {*arrow_states(pc, ended, PRECISELY).to_pylist()} == {"cancelled"}
     assert [is_dead(each) for each in available_at] == [state == "dead" for state in states]
 
 
 def test_all_lists_name_the_same_states() -> None:
-    assert STATES == ("pending", "retrying", "scheduled", "blocked", "dead", "sent")
+    assert STATES == ("pending", "retrying", "scheduled", "blocked", "dead", "sent", "cancelled")
     assert tuple(RANGES) == UNSENT
     assert set(LEFT_TO_SEND) < set(UNSENT)
 

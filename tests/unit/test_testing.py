@@ -3,8 +3,10 @@
 import inspect
 from collections import Counter
 from itertools import count
+from uuid import uuid4
 
 import pytest
+from google.api_core.exceptions import AlreadyExists, InvalidArgument
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.types import PubsubMessage
@@ -36,7 +38,7 @@ def test_cancel_finds_given_tasks_until_they_are_cancelled() -> None:
     assert [outbox.cancel(transaction, id) for id in ("there", "there", "unknown")] == [True, False, False]
     with pytest.raises(outbox.InvalidTransaction, match="'new' was registered by the same transaction"):
         outbox.cancel(transaction, "new")
-    assert [each.method for each in transaction.mutations] == ["insert", "delete"]
+    assert [each.method for each in transaction.mutations] == ["insert", "update"]
 
 
 def test_every_mutation_and_statement_is_recorded_in_order() -> None:
@@ -67,6 +69,20 @@ def test_a_value_that_the_client_cannot_send_is_refused() -> None:
         with pytest.raises(ValueError, match="Unknown type"):
             use()
         assert transaction.mutations == transaction.statements == []
+
+
+def test_what_spanner_would_refuse_in_the_commit_is_refused() -> None:
+    """An ID that exists or is registered twice, and a row without a value for each column."""
+    transaction = RecordingTransaction(["there"])
+    outbox.register(transaction, "orders", b"", task_id="new")
+    for id in ("there", "new"):
+        with pytest.raises(AlreadyExists, match=f"Row \\[{id}\\] in table AsynchronousTasks already exists"):
+            outbox.register(transaction, "orders", b"", task_id=id)
+    with pytest.raises(InvalidArgument, match="Orders: 1 values for the 2 columns Id, Cents"):
+        transaction.insert("Orders", ["Id", "Cents"], [["1"]])
+    assert [task.id for task in transaction.tasks] == ["new"]
+    with pytest.raises(outbox.InvalidMessage, match=r"task_id is uuid\.UUID\. It must be a str"):
+        RecordingTransaction([uuid4()])  # type: ignore[list-item]  # wrong on purpose
 
 
 def test_a_statement_of_a_batch_without_the_types_of_its_parameters_is_refused() -> None:

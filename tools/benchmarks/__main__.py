@@ -16,6 +16,7 @@ from tools.benchmarks import (
     flights,
     latency,
     ordering,
+    own_relays,
     page,
     receiving,
     registering,
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "latency": latency.run,
     "registering": registering.run,
     "inbox": receiving.run,
+    "own": own_relays.run,
 }
 
 #: With the pipeline, which `make bench-pipeline` runs.

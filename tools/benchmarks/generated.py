@@ -53,8 +53,7 @@ def archive(engine: SparkSession, folder: Path, size: int, database: str) -> Non
     }  # fmt: skip
     others = {field.name: f.lit(None).cast(field.dataType) for field in schemas.TABLE if field.name not in created}
     tasks = engine.range(size).select(
-        *((created | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE),
-        f.lit(None).cast("timestamp").alias("CancelledAt"),
+        *((created | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE)
     )
     files = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)

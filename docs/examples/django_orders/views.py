@@ -4,7 +4,6 @@ import json
 import uuid
 
 from django.conf import settings
-from django.db import transaction
 from django.http import HttpRequest, JsonResponse
 from django.urls import path
 from django.views.decorators.http import require_POST
@@ -22,12 +21,12 @@ def place_order(request: HttpRequest) -> JsonResponse:
     """Place an order of the item and the cents in the body."""
     order = json.loads(request.body)
     try:
-        return JsonResponse(_place(order["item"], order["cents"]), status=201)
+        placed = outbox_django.run_in_transaction(_place, order["item"], order["cents"])
     except Unavailable:
         return JsonResponse({"detail": "this item is not available"}, status=409)
+    return JsonResponse(placed, status=201)
 
 
-@transaction.atomic
 def _place(item: str, cents: int) -> dict[str, str]:
     order = Order.objects.create(order_id=str(uuid.uuid4()), item=item, cents=cents)
     message = json.dumps({"order_id": order.order_id, "cents": cents}).encode()

@@ -6,11 +6,9 @@ uvicorn --app-dir docs/examples fastapi_orders.app:app
 import json
 import os
 import uuid
-from collections.abc import Iterator
-from typing import Annotated
 
 import sqlalchemy
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -46,16 +44,14 @@ class NewOrder(BaseModel):
     cents: int = Field(gt=0)
 
 
-def new_session() -> Iterator[Session]:
-    """Yield the session of one request. Its transaction commits when the request succeeds, and rolls back if not."""
-    with Session(engine) as session, session.begin():
-        yield session
-
-
 @app.post("/orders", status_code=201)
-def place_order(order: NewOrder, session: Annotated[Session, Depends(new_session, scope="function")]) -> dict[str, str]:
+def place_order(order: NewOrder) -> dict[str, str]:
+    """Place an order. If its transaction conflicts with another one, it runs again."""
+    return outbox_sqlalchemy.run_in_transaction(engine, insert_order, str(uuid.uuid4()), order)
+
+
+def insert_order(session: Session, order_id: str, order: NewOrder) -> dict[str, str]:
     """Insert the order and register its task. Both are committed, or neither."""
-    order_id = str(uuid.uuid4())
     session.add(Order(OrderId=order_id, Item=order.item, Cents=order.cents))
     message = json.dumps({"order_id": order_id, "cents": order.cents}).encode()
     task_id = outbox_sqlalchemy.register(session, TOPIC, message, attributes={"kind": "order-placed"})

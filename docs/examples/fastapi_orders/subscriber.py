@@ -29,19 +29,18 @@ class Invoice(Base):
     Cents: Mapped[int] = mapped_column(sqlalchemy.BigInteger)
 
 
-def write_invoice(message: PulledMessage) -> None:
+def write_invoice(session: Session, message: PulledMessage) -> None:
     """Write the invoice, unless the inbox has the task, in the transaction that records the task."""
     order = json.loads(message.data)
-    with Session(engine) as session, session.begin():
-        if outbox_sqlalchemy.process_once(session, message, consumer="billing-pull"):
-            task_id = message.attributes[TASK_ID_ATTRIBUTE]
-            session.add(Invoice(TaskId=task_id, OrderId=order["order_id"], Cents=order["cents"]))
+    if outbox_sqlalchemy.process_once(session, message, consumer="billing-pull"):
+        task_id = message.attributes[TASK_ID_ATTRIBUTE]
+        session.add(Invoice(TaskId=task_id, OrderId=order["order_id"], Cents=order["cents"]))
 
 
 def receive(message: PulledMessage) -> None:
     """Write the invoice, then acknowledge. An exception that leaves this function would end the streaming pull."""
     try:
-        write_invoice(message)
+        outbox_sqlalchemy.run_in_transaction(engine, write_invoice, message)
     except Exception:
         log.exception("message %s failed", message.message_id)
         message.nack()  # Pub/Sub redelivers it, or forwards it to the dead-letter topic

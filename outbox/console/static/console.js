@@ -21,7 +21,8 @@ async function ask(address) {
     const failed = answer.status === 404 || answer.status === 429 || answer.status >= 500;
     throw new Error(failed ? `A proxy answered instead of the console: status ${answer.status}.` : SIGNED_OUT);
   }
-  if (!answer.ok) throw new Error(`${page.querySelector("h1")?.textContent}.`);
+  const again = { afterSeconds: answer.headers.get("Retry-After") };
+  if (!answer.ok) throw Object.assign(new Error(`${page.querySelector("h1")?.textContent}.`), again);
   return page;
 }
 
@@ -82,19 +83,30 @@ BUTTON.addEventListener("click", () => {
 });
 showTimes();
 
-let isAsking = false;
-async function refresh() {
-  if (isAsking || document.visibilityState !== "visible") return;
-  isAsking = true;
+function warn(text) {
+  // The sentence about the last figures may say that all is well.
+  document.getElementById("health").hidden = true;
   const stale = document.getElementById("stale");
+  stale.querySelector("span").textContent = text;
+  stale.hidden = false;
+}
+
+let isAsking = false, notBefore = 0, answeredAt = Date.now();
+async function refresh() {
+  if (document.visibilityState !== "visible") return;
+  // The tab was hidden, or the console is slow.
+  const age = Date.now() - answeredAt, stale = document.getElementById("stale");
+  if (age > 3 * REFRESH_MS && stale.hidden) warn(`The console last answered ${Math.round(age / 1000)} seconds ago.`);
+  if (isAsking || Date.now() < notBefore) return;
+  isAsking = true;
   try {
     update(await ask(document.getElementById("live").dataset.refresh));
     stale.hidden = true;
+    answeredAt = Date.now();
   } catch (error) {
-    // The sentence about the last figures may say that all is well.
-    document.getElementById("health").hidden = true;
-    stale.querySelector("span").textContent = error.message;
-    stale.hidden = false;
+    // A console without a place is busy with other people.
+    notBefore = Date.now() + 1_000 * (error.afterSeconds ?? 0);
+    warn(error.message);
   } finally {
     isAsking = false;
   }

@@ -4,7 +4,7 @@ So a later run has the same certificate, even if tasks were sent again, purged o
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,18 +12,25 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox._version import __version__
+from outbox.admin import operations
+from outbox.admin.table import SCHEMA_OPTIONS
 from outbox.base.values import counted, shown
 from outbox.errors import OutboxError, SettingError
+from outbox.table import schema
+from outbox_pipeline.certificate import document
+from outbox_pipeline.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
+from outbox_pipeline.certificate.doubts import Read, doubts
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs import audit_transforms as audit
-from outbox_pipeline.jobs import certificate as document
 from outbox_pipeline.jobs.archive_files import Archive, Window, floor
-from outbox_pipeline.jobs.certificate import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
+from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.files import PATTERN, Folder
 from outbox_pipeline.spark.spark_tasks import collected
 
 _DAY = timedelta(days=1)
 _OF_DAY = "%Y-%m-%d"
+#: More operations than there are: the search for purges must not end early.
+_OPERATIONS = 1_000_000
 
 
 def dated(settings: AuditSettings, now: datetime) -> AuditSettings:
@@ -56,11 +63,11 @@ def dated(settings: AuditSettings, now: datetime) -> AuditSettings:
 class Certifier:
     """Certifies one audit."""
 
-    def __init__(self, spark: SparkSession, settings: AuditSettings, database: str) -> None:
+    def __init__(self, spark: SparkSession, settings: AuditSettings, table: Table) -> None:
         """Load the key and the previous certificate. Raises SettingError, OutboxError, NotReached."""
         self._spark = spark
         self._settings = settings
-        self._database = database
+        self._table = table
         bounds: tuple[Any, Any] = (settings.since, settings.until)
         self._since, self._until = bounds
         kms, file = settings.kms_key, settings.key_file
@@ -70,9 +77,8 @@ class Certifier:
             if (payload := self._payload(path)) is None:
                 raise OutboxError(f"--previous {path} does not exist. Certify that window first")
             self._previous = document.read(payload, path)
-            document.check_next(self._previous, settings.certificate, database, self._since)
+            document.check_next(self._previous, settings.certificate, table.name, self._since)
         self._archive = Archive(spark, settings.archive)
-        self._windows: Sequence[Window] = ()
 
     def _payload(self, path: str) -> bytes | None:
         """Return the payload of a certificate, or None if the file does not exist. Raises OutboxError."""
@@ -80,9 +86,11 @@ class Certifier:
         return None if text is None else document.envelope(text.encode(), path)[0]
 
     def covering(self, windows: Sequence[Window], rules: audit.Rules) -> Sequence[Window]:
-        """Return the archived windows in which the tasks were sent, to the first that ends `grace` after the window.
+        """Return the archived windows since the start of the window. The last one is not always in the certificate.
 
-        Raises OutboxError if there are none yet, or if one is damaged.
+        The certificate names those to the first that ends `grace` after the window. A task that was unsent then may
+        have been sent and deleted since, but a later window has it. Raises OutboxError if a window to name is missing
+        or damaged.
         """
         first, last = windows[0].since, self._until + rules.grace
         if first > self._since:
@@ -95,29 +103,29 @@ class Certifier:
             )
         self._end = end
         self._windows = [each for each in windows[:cut] if each.until > self._since]
+        self._read = [*self._windows, *windows[cut:]]
+        self._purges = {each.operation for each in windows}
         for window in self._windows:
             found = self._digests(self._archive.path(window.data)) if window.rows else []
             if {path[path.index(window.data) :]: digest for path, digest in found} != window.files:
                 raise OutboxError(f"The files of {window.data} are not those that were archived. Restore them")
-        return self._windows
+        return self._read
 
-    def known(self, table: DataFrame, cancelled: DataFrame, archived: DataFrame) -> list[DataFrame]:
-        """Return the sendings as of the end of the windows. Raises OutboxError if the archive lacks one."""
-        self._archived = archived.where("sent_at IS NOT NULL")
-        live = table.unionByName(cancelled).withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
-        end = f.lit(self._end)
-        task = ["task_id", "created_at"]
-        kept = archived.withColumn("ended", f.coalesce("sent_at", "cancelled_at"))
-        ended = live.where(self._of_window() & (f.col("ended") < end))
-        if lacking := ended.join(kept, [*task, "ended"], "left_anti").count():
+    def known(self, table: DataFrame, archived: DataFrame) -> list[DataFrame]:
+        """Return the sendings as of the end of the named windows. Raises OutboxError if they lack one."""
+        task, nothing = ["task_id", "created_at"], f.lit(None).cast("timestamp")
+        live, kept = (each.withColumn("ended", f.coalesce("sent_at", "cancelled_at")) for each in (table, archived))
+        ended = f.col("ended") < f.lit(self._end)
+        named = kept.where(ended)
+        if lacking := live.where(self._of_window() & ended).join(named, [*task, "ended"], "left_anti").count():
             raise OutboxError(
                 f"{self._settings.archive} lacks {counted(lacking, 'task')} of the window, sent or cancelled before "
                 f"{shown(self._end)}. Use the complete archive"
             )
-        unsent = live.where(f.col("ended").isNull() | (f.col("ended") >= end)).join(self._archived, task, "left_anti")
-        nothing = f.lit(None).cast("timestamp")
-        as_of_end = unsent.withColumns({"sent_at": nothing, "cancelled_at": nothing}).select(*archived.columns)
-        return [archived, as_of_end]
+        later = live.unionByName(kept).where(~f.coalesce(ended, f.lit(False)))
+        unsent = later.join(named.where("sent_at IS NOT NULL"), task, "left_anti")
+        as_of_end = unsent.withColumns({"sent_at": nothing, "cancelled_at": nothing})
+        return [each.select(*archived.columns) for each in (named, as_of_end)]
 
     def _of_window(self) -> Column:
         created = f.col("created_at")
@@ -132,7 +140,7 @@ class Certifier:
             )
         listed, topics = self._outcomes(rows)
         content = {
-            "database": self._database,
+            "database": self._table.name,
             "window": {"since": shown(self._since), "until": shown(self._until)},
             "previous": self._previous.digest if self._previous else None,
             "audit": {
@@ -141,7 +149,7 @@ class Certifier:
                 "grace_seconds": rules.grace.total_seconds(),
                 "received_data": self._settings.received_data,
             },
-            "tasks": document.tree_summary(self._tasks()),
+            "doubts": self._doubts(),
             "counts": {"unknown": done.unknown, "foreign": done.foreign},
             "topics": topics,
             "not_delivered": listed,
@@ -176,10 +184,14 @@ class Certifier:
             of_topic["republished"] += row["republished"]
         return collected(columns), topics
 
-    def _tasks(self) -> Iterator[tuple[str, str]]:
-        """Yield the archived tasks of the window with their digests. Spark sorts them by the bytes of their IDs."""
-        tasks = self._archived.where(self._of_window()).select("task_id", "digest")
-        return (tuple(row) for row in tasks.distinct().orderBy("task_id", "digest").toLocalIterator())
+    def _doubts(self) -> list[str]:
+        """Return the facts that can hide a loss, from the archive, the records of purges and the retention."""
+        now = self._table.now()
+        reads = [Read(max(each.since, self._since), each.until, each.read_timestamp) for each in self._read]
+        reads.append(Read(reads[-1].until, now, now))
+        purges = operations.latest(self._table, _OPERATIONS, operation="purge", views=False)
+        kept = schema.retention(self._table.database, request_options=SCHEMA_OPTIONS)
+        return doubts(reads, [each for each in purges if each.id not in self._purges], kept)
 
     def _inputs(self) -> dict[str, str]:
         """Return the digests of the files by their names in a certificate."""

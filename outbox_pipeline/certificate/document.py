@@ -5,38 +5,31 @@ their type, so a tool checks them without parsing JSON, and openssl can check a 
 returns it. JWS has another form for ECDSA.
 https://github.com/secure-systems-lab/dsse, https://github.com/in-toto/attestation/tree/main/spec/v1
 
-Its tasks are in the Merkle tree of RFC 6962, sorted by task ID and digest. A leaf and a node are hashed with different
-first bytes, so a node can never be presented as a leaf. The key is an Ed25519 key in a file, or an ECDSA key on P-256
-in Cloud KMS.
+The key is an Ed25519 key in a file, or an ECDSA key on P-256 in Cloud KMS.
 """
 
 import argparse
 import base64
-import functools
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import rfc8785
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from pyarrow import parquet as pq
 
 from outbox.base.start import need
-from outbox.base.values import chunked, counted, shown
+from outbox.base.values import counted, shown
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.message import parsed
-from outbox.program.terminal import as_json, say
-from outbox_pipeline.jobs.texts import sha256_of
+from outbox.program.terminal import say
 
 ALGORITHM = "EC_SIGN_P256_SHA256"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -52,10 +45,9 @@ MOST_LISTED = 1_000
 #: The folders of the names of inputs.
 ARCHIVE, RECEIVED = "archive/", "received/"
 #: The fields that do not follow from `topics`.
-_FIELDS = ("audit", "database", "not_delivered", "previous", "tasks", "window")
+_FIELDS = ("audit", "database", "doubts", "not_delivered", "previous", "window")
 #: Files that are no inputs: their names begin with a dot or _, or they are in the log of the archive.
 _NO_INPUTS = re.compile(r"(^|/)[._][^/]*$|^_delta_log/")
-_COLUMNS = ["Id", "CreatedAt", "SentAt", "Data"]
 
 
 @dataclass(frozen=True)
@@ -153,60 +145,6 @@ def contents(path: str | Path) -> bytes:
         raise SettingError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def task_line(id: str, digest: str) -> bytes:
-    """Return the line of a task in the list of tasks: a JSON array in the form of RFC 8785."""
-    return rfc8785.dumps([id, digest])
-
-
-def leaf(entry: bytes) -> bytes:
-    """Return the hash of a leaf."""
-    return hashlib.sha256(b"\0" + entry).digest()
-
-
-def node(left: bytes, right: bytes) -> bytes:
-    """Return the hash of a node."""
-    return hashlib.sha256(b"\1" + left + right).digest()
-
-
-def tree_summary(tasks: Iterable[tuple[str, str]]) -> dict[str, object]:
-    """Return what a certificate says about the list: its length, its digest, and the root. Holds no tasks."""
-    count, listed = 0, hashlib.sha256()
-    roots: list[bytes] = []  # of full subtrees, the largest first
-    for count, task in enumerate(tasks, 1):
-        listed.update(task_line(*task) + b"\n")
-        roots.append(leaf(task_line(*task)))
-        size = count
-        while size % 2 == 0:
-            right, size = roots.pop(), size // 2
-            roots.append(node(roots.pop(), right))
-    root = functools.reduce(lambda right, left: node(left, right), reversed(roots)) if roots else listed.digest()
-    return {"count": count, "sha256": listed.hexdigest(), "root": root.hex()}
-
-
-def tree_path(leaves: Sequence[bytes], place: int) -> list[str]:
-    """Return the hashes with which the leaf at `place` leads to the root."""
-    found = []
-    while len(leaves) > 1:
-        if (place ^ 1) < len(leaves):
-            found.append(leaves[place ^ 1].hex())
-        leaves = [node(*pair) if len(pair) == 2 else pair[0] for pair in chunked(leaves, 2)]
-        place //= 2
-    return found
-
-
-def root_from(entry: bytes, place: int, tasks: int, hashes: Sequence[str]) -> str | None:
-    """Return the root to which a path leads, or None if the path does not have the length of such a tree."""
-    left, last, root = [bytes.fromhex(each) for each in hashes], tasks - 1, leaf(entry)
-    while last > 0:
-        if place % 2 or place < last:
-            if not left:
-                return None
-            other = left.pop(0)
-            root = node(other, root) if place % 2 else node(root, other)
-        place, last = place // 2, last // 2
-    return None if left or place else root.hex()
-
-
 @dataclass(frozen=True)
 class Certificate:
     """A certificate in the file `where`. `digest` names it, and does not depend on the signature."""
@@ -223,13 +161,16 @@ class Certificate:
         return {name.removeprefix(folder): each for name, each in self.files.items() if name.startswith(folder)}
 
 
-def _verdict(counts: Mapping[str, int]) -> str:
-    """Return the first line of a certificate with these counts."""
-    tasks = counts["registered"]
+def _verdict(counts: Mapping[str, int], doubts: Sequence[str]) -> str:
+    """Return the first line of a certificate with these counts, and these facts that can hide a loss."""
+    tasks, unknown = counts["registered"], counts["unknown"]
+    doubts = [*doubts, *([f"no task has the ID of {counted(unknown, 'received message')}"] if unknown else [])]
+    hidden = f". A loss may be hidden: {'; '.join(doubts)}" if doubts else ""
     if wrong := [f"{counts[name]:,} {text}" for name, text in OUTCOMES.items() if text and counts[name]]:
-        return f"INCOMPLETE: {' and '.join(wrong)} of {counted(tasks, 'task')}"
+        return f"INCOMPLETE: {' and '.join(wrong)} of {counted(tasks, 'task')}{hidden}"
     cancelled = f", and {counts['cancelled']:,} cancelled" if counts["cancelled"] else ""
-    return f"COMPLETE: {counted(tasks - counts['cancelled'], 'task')} delivered{cancelled}"
+    verdict = "UNCERTAIN" if doubts else "COMPLETE"
+    return f"{verdict}: {counted(tasks - counts['cancelled'], 'task')} delivered{cancelled}{hidden}"
 
 
 def payload(content: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
@@ -241,7 +182,7 @@ def payload(content: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
     for name in ("registered", *OUTCOMES, "republished"):
         counts[name] = sum(each[name] for each in topics.values())
     predicate = {name: content[name] for name in _FIELDS}
-    predicate |= {"topics": topics, "counts": counts, "summary": _verdict(counts)}
+    predicate |= {"topics": topics, "counts": counts, "summary": _verdict(counts, content["doubts"])}
     subject = [{"name": name, "digest": {"sha256": files[name]}} for name in sorted(files)]
     statement: Any = {"_type": _STATEMENT, "subject": subject, "predicateType": _PREDICATE, "predicate": predicate}
     return rfc8785.dumps(statement)
@@ -355,32 +296,13 @@ def verify(options: argparse.Namespace) -> int:
     chain = _chain(options.files, options.public_key)
     if options.archive:
         _check_files(chain, ARCHIVE, Path(options.archive))
-        for each in chain:
-            _tasks(each, Path(options.archive))
     if options.received:
         _check_files(chain, RECEIVED, Path(options.received))
-    if options.proof:
-        _check_proof(chain, options.proof)
     for each in chain:
-        say(f"{each.content['summary']}, from {shown(each.since)} to {shown(each.until)}, certificate {each.digest}")
+        say(f"From {shown(each.since)} to {shown(each.until)}, certificate {each.digest}: {each.content['summary']}")
     before = chain[0].content["previous"]
     first = f"follows {before}" if before else "begins the chain"
     say(f"Verified {counted(len(chain), 'certificate')}. The first one {first}")
-    return 0
-
-
-def prove(options: argparse.Namespace) -> int:
-    """Print the proof that a certificate contains a task. Raises OutboxError if it does not."""
-    archive, [certificate] = Path(options.archive), _chain([options.certificate], options.public_key)
-    _check_files([certificate], ARCHIVE, archive)
-    tasks = _tasks(certificate, archive)
-    places = [place for place, (id, _) in enumerate(tasks) if id == options.id]
-    if not places:
-        raise OutboxError(f"Task {options.id!r} is not in {certificate.where}: it was not sent, or of another window")
-    place = places[-1]
-    path = tree_path([leaf(task_line(*task)) for task in tasks], place)
-    proof = {"certificate": certificate.digest, "task_id": options.id, "digest": tasks[place][1]}
-    say(as_json({**proof, "place": place, "path": path}))
     return 0
 
 
@@ -413,51 +335,3 @@ def _check_files(chain: Sequence[Certificate], kind: str, folder: Path) -> None:
 def _run(name: str) -> str:
     """Return the folder in which no file may be added: the run of an archived file, or that of a received file."""
     return "/".join(name.split("/")[:-1][:2])
-
-
-def _tasks(certificate: Certificate, archive: Path) -> list[tuple[str, str]]:
-    """Return the sent tasks of a window: ID and digest of the message. Raises OutboxError if it has others."""
-    try:
-        found = set(_tasks_of(certificate, archive))
-    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-        raise OutboxError(f"{archive} has no files of an archive: {type(error).__name__}: {error}") from None
-    tasks = sorted(found, key=lambda task: (task[0].encode(), task[1]))
-    if tree_summary(tasks) != certificate.content["tasks"]:
-        raise OutboxError(f"The tasks in {archive} are not those of {certificate.where}")
-    return tasks
-
-
-def _tasks_of(certificate: Certificate, archive: Path) -> Iterator[tuple[str, str]]:
-    files = [archive / name for name in certificate.inputs(ARCHIVE) if name.endswith(".parquet")]
-    for batch in itertools.chain.from_iterable(pq.ParquetFile(file).iter_batches(columns=_COLUMNS) for file in files):
-        columns: Any = batch.to_pydict()
-        for id, at, sent_at, data in zip(*(columns[name] for name in _COLUMNS), strict=True):
-            if sent_at and certificate.since <= at < certificate.until:
-                message = parsed(data)
-                empty = hashlib.sha256().hexdigest()
-                yield id, empty if message is None else sha256_of(message.data, message.attributes)
-
-
-def _check_proof(chain: Sequence[Certificate], path: str) -> None:
-    """Check a proof of `prove` against the certificate alone."""
-    try:
-        proof = json.loads(contents(path), object_pairs_hook=_unique)
-        entry = task_line(proof["task_id"], proof["digest"])
-        certificate = next((each for each in chain if each.digest == proof["certificate"]), None)
-        if certificate is None:
-            raise OutboxError(f"{path} is a proof for the certificate {proof['certificate']}, which was not given")
-        tasks = certificate.content["tasks"]
-        root = root_from(entry, range(tasks["count"])[proof["place"]], tasks["count"], proof["path"])
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise OutboxError(f"{path} is not a proof: {type(error).__name__}: {error}") from None
-    if root != tasks["root"]:
-        raise OutboxError(f"{path} does not prove that {certificate.where} contains task {proof['task_id']!r}")
-    wrong = {each["task_id"]: each["outcome"] for each in certificate.content["not_delivered"]}
-    outcome = wrong.get(proof["task_id"], "delivered" if len(wrong) < MOST_LISTED else "with an unknown outcome")
-    say(f"{certificate.where} contains task {proof['task_id']!r}, {outcome}, with the message {proof['digest']}")
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if len(names := dict(pairs)) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return names
