@@ -107,9 +107,9 @@ METRICS_OUTRO = """\
   task.
 - **Registered minus published** approximates the change of the backlog. It includes rolled-back registrations, and a
   task that is sent again is published twice.
-- **Backlog and age** describe the whole table. Two workers send them, so that one that hangs is no gap. Query them by `max:`,
-  never by `sum:`. A worker reads them at LOW priority, at most every 15 s, and spends at most a fifth of its time on
-  counting.
+- **Backlog and age** describe the whole table. Two workers send them, so that one that hangs is no gap. Query them by
+  `max:`, never by `sum:`. A worker reads them at LOW priority, at most every 15 s, and spends at most a fifth of its
+  time on counting.
 - **Gauges of one worker** (shards, circuits): two pods with the same tags on one node overwrite each other's values.
   Query circuits by `max:`.
 - **Durations** are distributions. If you enable percentiles for a metric, Datadog computes them over all pods.

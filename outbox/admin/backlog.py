@@ -101,11 +101,6 @@ class Line:
         """Return the number of tasks in all states but sent."""
         return sum(getattr(self, state) for state in UNSENT)
 
-    @property
-    def waits_on_purpose(self) -> bool:
-        """Tell whether somebody has decided that the tasks wait, so that their age is no problem."""
-        return self.paused or self.at_limit
-
     def add(self, other: "Line") -> None:
         """Add the counts of another line."""
         for name in COUNTS:
@@ -115,7 +110,7 @@ class Line:
 
 
 class Ages(NamedTuple):
-    """Ages in seconds: of the oldest task of each topic, and of all topics whose tasks do not wait on purpose."""
+    """Ages in seconds: of the oldest task of each topic, and of all topics that are not at their limits."""
 
     by_topic: Mapping[str, float]
     oldest: float
@@ -145,19 +140,18 @@ class Backlog:
 
     @property
     def total(self) -> Line:
-        """Return the sum of all lines, without pending tasks of paused topics, and ages that are on purpose."""
+        """Return the sum of all lines, without the pending tasks of paused topics, and with the age of `oldest`."""
         lines = [
-            dataclasses.replace(line, oldest=None if line.waits_on_purpose else line.oldest) for line in self.lines
+            dataclasses.replace(line, pending=0, at_least=line.at_least - {"pending"}) if line.paused else line
+            for line in self.lines
         ]
-        for line in lines:
-            if line.paused:
-                line.pending, line.at_least = 0, line.at_least - {"pending"}
-        return dataclasses.replace(self, lines=lines).everything
+        total, oldest = dataclasses.replace(self, lines=lines).everything, self.oldest
+        return dataclasses.replace(total, oldest=oldest.oldest if oldest else None)
 
     @property
     def oldest(self) -> Line | None:
-        """Return the line with the oldest task, ignoring topics whose tasks wait on purpose."""
-        lines = [line for line in self.lines if line.oldest and not line.waits_on_purpose]
+        """Return the line with the oldest task, ignoring topics that are paused or at their limits."""
+        lines = [line for line in self.lines if line.oldest and not (line.paused or line.at_limit)]
         return min(lines, key=lambda line: line.oldest or self.as_of, default=None)
 
     def topics(self) -> dict[str, Line]:
@@ -256,8 +250,9 @@ def _is_at_limit(controls: TopicControls, sent: Count) -> bool:
     """
     if not stated(controls, LIMITS) or problems(controls).keys() & {*LIMITS}:
         return False
-    exact = controls.max_in_flight is None and not sent.at_least
-    return sent.number >= (int((controls.rate_per_second or 0) * 30) if exact else 1)
+    if controls.max_in_flight is not None or sent.at_least:
+        return sent.number > 0
+    return sent.number + 1 > (controls.rate_per_second or 0) * 30
 
 
 def ranges_of(shards: Sequence[int], topics: Iterable[str | None] = (None,)) -> list[Range]:

@@ -10,7 +10,7 @@ from outbox.admin.operations import Operation
 from outbox.admin.reshard import Progress, Resharding
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead, ErrorCount, blocked_heads, errors
-from outbox.admin.workers import Worker, deaths, open_circuits, shards_without_worker, silence
+from outbox.admin.workers import Worker, lost, open_circuits, shards_without_worker
 from outbox.base.values import counted, spoken
 from outbox.program.terminal import SHOWN
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, stated
@@ -98,14 +98,15 @@ def hold(workers: Sequence[Worker], topic: str, at: datetime, *, is_paused: bool
 
 
 def _of_workers(backlog: Backlog, orphans: Sequence[int] | None) -> Iterator[Problem]:
+    known = lost(backlog.workers, backlog.silent)
     if not backlog.workers:
-        known = silence(backlog.workers, backlog.silent) or "No live worker, so no task is published"
+        known = known or "No live worker, so no task is published"
         yield Problem("no_worker", None, True, f"{known}. Pending: {_number(backlog.total, 'pending')}")
     elif orphans:
         text = f"{counted(len(orphans), 'shard')} without a live worker: no task there is published"
         yield Problem("shards_without_worker", None, True, text)
-    if text := deaths(backlog.workers, backlog.silent) or "":
-        yield Problem("workers_died", None, False, text)
+    if known and backlog.workers:
+        yield Problem("workers_died", None, False, known)
 
 
 def _of_topics(

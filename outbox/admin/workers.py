@@ -114,32 +114,17 @@ def died(table: TaskTable) -> int:
     return sum(timeout <= age < FORGET_WORKER_SECONDS for age, timeout in ages)
 
 
-def silence(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
-    """Return since when no heartbeat was written. None: there are live workers, or no row of another one."""
-    if live or not silent:
-        return None
-    last = max(each.seen_at for each in silent)
-    number = len(_until(last, silent))
-    return (
-        f"No heartbeat since {last:%Y-%m-%d %H:%M:%S}, of {counted(number, 'worker')}: either they stopped, or Spanner "
-        "refuses their writes"
-    )
-
-
-def deaths(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
-    """Return how many workers died within the hour, if there are MANY_DEATHS. `silence` is about the last ones."""
-    last = max(silent, key=lambda each: each.seen_at, default=None)
-    left = {each.id for each in _until(last.seen_at, silent)} if last and not live else set()
-    dead = [each for each in silent if each.age < FORGET_WORKER_SECONDS and each.id not in left]
-    if len(dead) < MANY_DEATHS:
-        return None
-    latest = min(dead, key=lambda each: each.age)
-    return f"{counted(len(dead), 'worker')} died within the hour, the last one {spoken(latest.age)} ago: {latest.id}"
-
-
-def _until(last: datetime, silent: Sequence[Worker]) -> list[Worker]:
-    """Return the workers that wrote heartbeats until about this time."""
-    return [each for each in silent if last - each.seen_at < TAKE_OVER]
+def lost(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
+    """Return what is known of the workers whose heartbeats ended, if all did, or MANY_DEATHS within the hour."""
+    last = min(silent, key=lambda each: each.age, default=None)
+    recent = sum(each.age < FORGET_WORKER_SECONDS for each in silent)
+    if last and not live:
+        number = sum(last.seen_at - each.seen_at < TAKE_OVER for each in silent)
+        since = f"No heartbeat since {last.seen_at:%Y-%m-%d %H:%M:%S}, of {counted(number, 'worker')}"
+        return f"{since}: either they stopped, or Spanner refuses their writes"
+    if last and recent >= MANY_DEATHS:
+        return f"{counted(recent, 'worker')} died within the hour, the last one {spoken(last.age)} ago: {last.id}"
+    return None
 
 
 def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:

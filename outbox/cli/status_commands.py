@@ -71,10 +71,7 @@ def add(commands: Any) -> None:
         commands, "workers", "live workers, their load and settings", WORKERS_DESCRIPTION, run_workers
     )
     flags.switch(parser, "--json", "Print one JSON object instead of a table")
-    text = (
-        "Exit code 1 if a shard has no live worker, if three workers died within the hour, or if the settings of live "
-        "workers differ or are unknown"
-    )
+    text = "Exit code 1 if a shard has no live worker, three died within the hour, or settings differ or are unknown"
     flags.switch(parser, "--check", text)
 
 
@@ -311,9 +308,8 @@ def run_workers(options: argparse.Namespace) -> int:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
         say(head, *listed, *_circuit_lines(workers, now))
-    silent = [each for each in rows if not each.is_live]
-    known = (admin.workers.silence(workers, silent), admin.workers.deaths(workers, silent))
-    problems = [*filter(None, known), *_problems(workers, differing, orphans)]
+    known = admin.workers.lost(workers, [each for each in rows if not each.is_live])
+    problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:
         note(sentence)
     return 1 if options.check and problems else 0

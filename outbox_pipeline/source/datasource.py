@@ -212,10 +212,9 @@ class OutboxReader(_Reading, DataSourceReader):
         table = self._table
         table.read_layout()
         if self.filters:
-            states = equal(self.filters, "State") or []
-            state = selection.state or (states[0] if len(states) == 1 else None)
+            states = selection.states or tuple(equal(self.filters, "State") or ())
             columns = tuple(each for each in self.filters if each[0] != "State")
-            selection = replace(selection, state=state, filters=columns)
+            selection = replace(selection, states=states, filters=columns)
         if (ids := equal(self.filters, "Id")) is not None:
             divided = [IdsPart(tuple(ids[start :: self._count])) for start in range(min(self._count, len(ids)))]
             return [InputPartition((part, selection, at, table.layout)) for part in divided]

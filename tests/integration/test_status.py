@@ -1,6 +1,7 @@
 """`outbox status` and `outbox workers`: counts, ages, live workers and circuits, by function, command and page."""
 
 import re
+import sys
 from collections import Counter as Numbers
 from collections import defaultdict
 from collections.abc import Callable
@@ -122,6 +123,7 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
         ({"RatePerSecond": 0.1, "Burst": 1}, 3, False),
         ({"RatePerSecond": 0.01, "Burst": 1}, 0, False),
         ({"RatePerSecond": -1.0, "Burst": 1}, 3, True),
+        ({"RatePerSecond": sys.float_info.max, "Burst": 1}, 3, True),
         ({"MaxInFlight": 1}, 0, True),
         ({"MaxInFlight": 1}, 1, False),
         ({}, 3, True),

@@ -96,8 +96,8 @@ def test_an_alert_is_the_twin_of_its_monitor(name: str) -> None:
         selected(part)[0] for part, _ in parts(tree) if isinstance(part, promql.MatrixSelector | promql.VectorSelector)
     }
     assert names == {each["name"] for each in METRIC.finditer(query["expression"])}
-    # "And none is published" is a large factor there, and a missing archive is missing data. Both are `unless` here, and
-    # other missing data is `absent_over_time`.
+    # "And none is published" is a large factor there, and a missing archive is missing data. Both are `unless` here.
+    # Other missing data is `absent_over_time`.
     if name not in ("backlog-stalled", "archive-missing", "certificate-missing", "not-measured"):
         assert (str(tree.op), tree.rhs.val) == (query["sign"], float(query["threshold"]))
     if query["time"] == "min" and name not in ("poll-latency", "not-measured"):  # an average of the window there

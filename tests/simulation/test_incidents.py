@@ -1,7 +1,6 @@
 """Which alerts follow an incident, and only those: by the monitors and the rules in k8s, as alarms.md says."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 
@@ -10,12 +9,10 @@ from grpc import StatusCode
 
 from tests.manifests.rendering import ROOT
 from tests.simulation.audit import BAD, GOOD
-from tests.simulation.incidents import HEALTHY, MINUTE, Stage, play
+from tests.simulation.incidents import HEALTHY, LASTS, MINUTE, Stage, play
+from tests.support.alerting import monitors
 
-MONITORS = {
-    file.stem: json.loads(file.read_text(encoding="utf-8")) for file in ROOT.glob("k8s/datadog/monitors/*.json")
-}
-MONITORS["error-budget"] = json.loads((ROOT / "k8s/datadog/burn-rate.json").read_text(encoding="utf-8"))
+MONITORS = monitors()
 #: Monitors without a rule in PromQL.
 ONLY_IN_DATADOG = {"lost-metrics", "inbox-failing"}
 STATUS, LATE = "outbox status", "oldest-age error-budget"
@@ -130,14 +127,14 @@ OTHERS = [
 )
 def test_an_incident_is_followed_by_its_alerts_and_no_others(incident: Incident) -> None:
     """Both systems, within 20 minutes. Before it, and in an hour with deploys, there is no alert."""
-    played = play(incident.begin, **{"minutes": 60} if "hour" in incident.title and not incident.alerts else {})
-    wanted, allowed = {*incident.alerts.split()}, {*incident.perhaps.split()}
-    for alerts, missing in ((played.datadog, set[str]()), (played.prometheus, ONLY_IN_DATADOG)):
-        assert [minute for minute, names in alerts.items() if names and minute <= HEALTHY] == []
-        early = {name for minute, names in alerts.items() for name in names if minute <= HEALTHY + 20}
-        assert (early | allowed) - wanted == allowed
-        assert wanted - early == missing & wanted
-        assert set().union(*alerts.values()) <= wanted | allowed
+    played = play(incident.begin, minutes=60 if incident.begin is deploy else LASTS)
+    wanted, perhaps = {*incident.alerts.split()}, {*incident.perhaps.split()}
+    for alerts, without in ((played.datadog, set[str]()), (played.prometheus, ONLY_IN_DATADOG)):
+        before, within = (
+            {name for minute, names in alerts.items() if minute <= HEALTHY + most for name in names} for most in (0, 20)
+        )
+        assert (before, wanted - within) == (set(), wanted & without)
+        assert set().union(*alerts.values()) <= wanted | perhaps
     texts = [problem.text for problem in played.problems] or [""]
     assert re.fullmatch(".*".join(map(re.escape, incident.sentence.split("..."))), texts[0], re.DOTALL), texts
 

@@ -121,6 +121,13 @@ class Series:
     __rmul__ = __mul__
 
 
+def monitors() -> dict[str, dict[str, Any]]:
+    """Return the monitors of Datadog by the names of the alerts."""
+    files = {file.stem: file for file in (K8S / "datadog/monitors").glob("*.json")}
+    files["error-budget"] = K8S / "datadog/burn-rate.json"
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+
+
 class Datadog:
     """The monitors and the objective of k8s/datadog. `alerts` must be called minute by minute."""
 
@@ -131,8 +138,7 @@ class Datadog:
             self._types[each.name] = each.type
             series = self._points.setdefault(each.name, defaultdict(lambda: defaultdict(list)))
             series[each.sender, each.tags][each.minute].append(each.value)
-        files = [*(K8S / "datadog/monitors").glob("*.json"), K8S / "datadog/burn-rate.json"]
-        self._monitors = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+        self._monitors = monitors()
         self._slo = json.loads((K8S / "datadog/slo.json").read_text(encoding="utf-8"))
         self._last: dict[str, set[Labels]] = defaultdict(set)
         self._bad = self._bad_minutes(minutes)
@@ -208,7 +214,7 @@ def _default_zero(series: Series) -> Series:
 
 def _minutes(type: str, points: Mapping[int, list[float]], begin: int, end: int, *, fill: bool = False) -> Row:
     """Return the values of a series. With `fill`, a gauge keeps its last value for GAP minutes."""
-    combine = {"count": sum, "gauge": max, "distribution": _mean}[type]
+    combine: Callable[[list[float]], float] = {"count": _AGGREGATE["sum"], "gauge": max}.get(type, _mean)
     row: Row = [combine(points[at]) if at in points else None for at in range(begin, end)]
     if type == "gauge":
         known = [place for place, value in enumerate(row) if value is not None]
@@ -242,7 +248,7 @@ class Prometheus:
         self._series: dict[str, dict[Labels, Samples]] = defaultdict(lambda: defaultdict(list))
         for name, labels, samples in _exported(packets, minutes):
             self._series[name][labels] = samples
-        self._rules = {}
+        self._rules: dict[str, Any] = {}
         for file in (K8S / "prometheus").glob("*.yaml"):
             for group in yaml.safe_load(file.read_text(encoding="utf-8"))["spec"]["groups"]:
                 self._rules |= {rule["alert"]: promql.parse(rule["expr"]) for rule in group["rules"]}
@@ -281,10 +287,11 @@ class Prometheus:
         ranges = self._range(argument, at)
         if node.func.name == "absent_over_time":
             return {} if any(ranges.values()) else {(): 1.0}
-        call = {
+        calls: dict[str, Callable[[list[float]], float | None]] = {
             "min_over_time": min, "max_over_time": max, "avg_over_time": _mean, "count_over_time": len,
             "increase": _rise,
-        }[node.func.name]  # fmt: skip
+        }  # fmt: skip
+        call = calls[node.func.name]
         found = {labels: call([value for _, value in samples]) for labels, samples in ranges.items() if samples}
         return {labels: value for labels, value in found.items() if value is not None}
 
