@@ -154,12 +154,9 @@ class Audit:
         if to is not None:
             self._destinations[topic].add(to)
 
-    def restored(self, id: str, began: float, due: float) -> None:
-        """A replay that `began` then has inserted a task from the archive, whose row was deleted after it was sent."""
-        task = self.tasks[id]
-        if task.cancelled_at > began and not task.reset_at > began:  # docs/pipeline/replay.md
-            self.problem(f"{id} was cancelled, and restored by a replay")
-        task.cancelled_at = -inf
+    def restored(self, id: str, due: float) -> None:
+        """A replay has inserted a task from the archive, whose row was deleted."""
+        self.tasks[id].cancelled_at = -inf
         self.cancelled_received.discard(id)  # it is a task again, whose messages are expected
         self.reset(id, due)
 

@@ -6,11 +6,9 @@ A statement is known by its text, so it is the one that the product sends; what 
 import dataclasses
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
-from math import inf
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -20,7 +18,6 @@ from outbox.admin.selections import Row, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import ABORTED
 from outbox.errors import OutboxError
-from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
@@ -153,8 +150,8 @@ class Work:
     def delete(self, table: str, keys: Any) -> None:
         self.mutations += [("delete", table, {"Id": key}) for [key] in keys.keys]
 
-    def commit(self, audit: Audit, began: float) -> None:
-        """Apply the mutations of an operation that `began` then. Raises Aborted, OutboxError."""
+    def commit(self, audit: Audit) -> None:
+        """Apply the mutations. Raises Aborted, OutboxError."""
         spanner = self._spanner
         spanner.wait(spanner.latencies.commit)
         spanner.serve("change", len(self.mutations), urgent=False)
@@ -169,9 +166,9 @@ class Work:
             row = {name: committed if value is COMMIT_TIMESTAMP else value for name, value in given.items()}
             if table == TABLE:
                 values = {attribute(name): value for name, value in row.items()}
-                self._apply(kind, values, audit, began)
+                self._apply(kind, values, audit)
             else:
-                key = tuple(row.values())[: 2 if table == INBOX else 1]
+                key = tuple(row.values())[:1]
                 spanner.others[table].setdefault(key, {}).update(row)
         spanner.locks.release(self._transaction)
 
@@ -187,7 +184,7 @@ class Work:
                 raise OutboxError("NOT_FOUND")
             gone |= {row["Id"]} if (kind, table) == ("delete", TABLE) else set()
 
-    def _apply(self, kind: str, row: dict[str, Any], audit: Audit, began: float) -> None:
+    def _apply(self, kind: str, row: dict[str, Any], audit: Audit) -> None:
         id = row.pop("id")
         due = (row["available_at"] - self.table.epoch).total_seconds() if row.get("available_at") else 0.0
         if kind == "insert":
@@ -196,7 +193,7 @@ class Work:
                 self.known[id].at = self.known[id].available_at = self._spanner.clockwork.now
                 audit.committed(id, self.known[id])
             else:
-                audit.restored(id, began, due)
+                audit.restored(id, due)
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
                 audit.problem(f"{id} is unsent, and was deleted")
@@ -225,7 +222,6 @@ def transact(
     work: Callable[[Any], T],
     *,
     selection: TaskSelection | None = None,
-    operation_began: float = inf,
 ) -> T:
     """Run `work` in a transaction, again after aborts, as old as the first attempt. Raises Aborted at last."""
     clockwork, age = spanner.clockwork, spanner.age()
@@ -235,7 +231,7 @@ def transact(
         attempt = Work(spanner, transaction, selection)
         try:
             result = work(attempt)
-            attempt.commit(audit, min(began, operation_began))
+            attempt.commit(audit)
         except Aborted:
             if clockwork.now >= began + ABORTED_SECONDS:
                 raise
@@ -252,7 +248,6 @@ class Commands(TaskTable):
     def __init__(self, spanner: Spanner, audit: Audit, selection: TaskSelection | None = None) -> None:
         self._spanner, self._audit, self._selection = spanner, audit, selection
         self.layout, self.name = Layout(1), "simulation"
-        self._began = spanner.clockwork.now
         self._names = selection.names if selection else frozenset()
         #: The selected tasks as of now, each with its place without the ID.
         self.seen = {
@@ -261,8 +256,6 @@ class Commands(TaskTable):
             if selection and matches(selection, row, self.now())
             if selection.state != CANCELLED or row.sent_at is not None
         }
-        #: The unsent tasks of now, for reads as of the begin of a replay.
-        self._unsent = frozenset() if selection else frozenset(row.id for row in spanner.table.unsent_rows())
         #: What its transactions wrote.
         self.writes: list[tuple[str, str, Mapping[str, Any]]] = []
         #: The states of the tasks under its locks.
@@ -289,13 +282,6 @@ class Commands(TaskTable):
         found = ([*place, id] for id, place in self.seen.items())
         return [[0, *place] for place in sorted(found) if place > after][: values["limit"]]
 
-    def rows(self, columns: Sequence[str], keys: Any, *_more: Any, **_options: Any) -> Iterator[list[Any]]:
-        """Yield the unsent tasks as of when the replay began."""
-        self._spanner.wait(self._spanner.latencies.read)
-        assert [*columns] == ["Id", "SentAt"]
-        found = ([id, ""] for [id] in keys.keys if id in self._unsent)
-        return ([SimpleNamespace(string_value=value) for value in row] for row in found)
-
     def transact(self, tag: str, work: Callable[[Any], T]) -> T:
         attempts: list[Work] = []
 
@@ -303,7 +289,7 @@ class Commands(TaskTable):
             attempts.append(attempt)
             return work(attempt)
 
-        result = transact(self._spanner, self._audit, noted, selection=self._selection, operation_began=self._began)
+        result = transact(self._spanner, self._audit, noted, selection=self._selection)
         self.writes += attempts[-1].mutations
         self.states |= attempts[-1].states
         return result

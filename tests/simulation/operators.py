@@ -215,17 +215,21 @@ class Operators:
                 self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
 
     def archive_or_replay(self, random: Random) -> None:
-        """Archive sent tasks and delete their rows, or replay from the archive; Spark repeats some Spark tasks."""
+        """Archive ended tasks and delete their rows, or replay from the archive; Spark repeats some Spark tasks.
+
+        Some sent tasks are deleted before they are archived. A replay can then insert them twice with one TimesSent.
+        """
         from outbox_pipeline.jobs import replay as job  # most histories need no PySpark, which is slow
 
         before = self.table.time() - timedelta(seconds=2)
         if random.random() < 0.5:
             ended = [row for row in self.table.rows.values() if row.sent_at is not None and row.sent_at < before]
-            sent = [row for row in ended if row.cancelled_by is None]
-            self.archive |= {row.id: dataclasses.replace(row) for row in sent}
+            is_late = random.random() < 0.5
+            self.archive |= {row.id: dataclasses.replace(row) for row in ended if row.cancelled_by or not is_late}
             transact(self.spanner, self.audit, functools.partial(self._delete, random.sample(ended, len(ended) // 2)))
             return
-        chosen = random.sample([*self.archive.values()], min(len(self.archive), random.choice([1, 3, 9])))
+        sent = [row for row in self.archive.values() if row.cancelled_by is None]
+        chosen = random.sample(sent, min(len(sent), random.choice([1, 3, 9])))
         rows = sorted(chosen, key=lambda row: (row.created_at, row.id))
         commands, started_at = Commands(self.spanner, self.audit), self.table.commit_time()
         columns = {name: attribute(name) for name in job.ARCHIVED_COLUMNS}

@@ -251,16 +251,12 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
 }  # fmt: skip
 
-_REPLAY = "outbox_pipeline.jobs.replay"
 #: Those that need dense plans, each with the plan whose histories notice it. The owner is a name, because PySpark is
 #: slow to import.
 DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
-    "a Spark task that runs again restores no cancelled task": (
-        "replays", _REPLAY, "_record_handled", always(frozenset())
-    ),
-    "a replay restores no task that was cancelled": ("replays", _REPLAY, "_cancelled", always(frozenset())),
-    "a restored task has a TimesSent of its own": (
-        "replays", _REPLAY, "_inserted", lambda real: lambda row, now: real(row, now) | {"TimesSent": 0}
+    "a row that a replay inserts has a start of its age of its own": (
+        "replays", "outbox_pipeline.jobs.replay", "_inserted",
+        lambda real: lambda row, now: real(row, now) | {"DueAt": None, "AvailableAt": None}
     ),
     "a cancel of blocked tasks releases none of them": (
         "blocked keys", "outbox.admin.changes", "_WRITES", releases_behind_blocked

@@ -40,8 +40,6 @@ FIRST_SEEDS = {
     "a key in flight waits": 47,
     "tasks in doubt are remembered for 15 minutes": 49,
     "deferred tasks are released": 39,
-    "a Spark task that runs again restores no cancelled task": 55,
-    "a replay restores no task that was cancelled": 50,
 }
 #: Defects of mechanisms that have too little to do in drawn plans, with tests of their own.
 APART = (
