@@ -190,6 +190,7 @@ PYTHON = {
     ),
     "outbox.testing.faults": ("abort_next_commit", "delay_commits"),
     "publishworker.testing": ("OutboxRelay", "Drained", "Published", "Migrate"),
+    "publishworker.hosted": ("HostedRelay",),
     "outbox.table.ddl": ("statements", "tables", "text", "cut"),
     "outbox.errors": ("NotReached",),
 }  # fmt: skip
@@ -469,7 +470,8 @@ def examples() -> dict[tuple[str, str], str]:
     for page in (*sorted((REFERENCE.parent / "guide").glob("*.md"), key=lambda page: page.name != "register.md"),):
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            heading = re.findall(r"^#+ (.+)$", text[: block.start()], re.MULTILINE)[-1]
+            prose = re.sub(r"^```.*?^```", "", text[: block.start()], flags=re.MULTILINE | re.DOTALL)
+            heading = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)[-1]
             link = f"[{heading}](../../guide/{page.name}#{_anchor(heading)})"
             for module, name, code in _uses(block[1]):
                 found.setdefault((module, name), f"Example, from {link}:\n\n```python\n{code}\n```")

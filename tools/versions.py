@@ -22,8 +22,8 @@ QUICK = "not extended and not long"
 #: The tests of what applications import, with a client that is too old for the worker.
 LIBRARY = (
     *("tests/unit/test_inbox.py", "tests/unit/test_inbox_batches.py", "tests/unit/test_testing.py"),
-    *("tests/integration/test_register_spanner.py", "tests/integration/test_cancel.py"),
-    *("tests/integration/test_inbox.py", "tests/integration/test_reading.py", "tests/integration/test_drivers.py"),
+    *("tests/integration/test_register_spanner.py", "tests/integration/test_inbox.py"),
+    "tests/integration/test_drivers.py",
 )
 #: The packages whose versions the page shows.
 CLIENTS = ("google-cloud-spanner", "google-cloud-pubsub", "protobuf")

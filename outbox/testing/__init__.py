@@ -164,8 +164,6 @@ def _call(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[
 class _NoSession:
     """Where the methods of the real Transaction that need a database fail."""
 
-    _transaction = None  # old clients read it
-
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"RecordingTransaction has no session, and so no {name!r}: use a database of the emulator")
 

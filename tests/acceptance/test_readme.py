@@ -287,7 +287,7 @@ def test_the_guide_to_replacing(shop: Database) -> None:
     page = "docs/guide/replace.md"
     table, empty = blocks(page, "sql")
     shop.update_ddl(ddl.cut(table)).result(timeout=ADMIN_SECONDS)
-    names = [execute(block, {"__name__": "page"}) for block in blocks(page, "python")]
+    _, *names = (execute(block, {"__name__": "page"}) for block in blocks(page, "python"))
     ids = [str(uuid.uuid4()) for _ in range(501)]
     columns = ("Id", "Topic", "Payload", "CreatedAt", "PublishedAt")
     rows = [(id, "orders", base64.b64encode(b"old"), spanner.COMMIT_TIMESTAMP, None) for id in ids]

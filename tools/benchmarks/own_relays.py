@@ -36,16 +36,13 @@ DESIGNS = {
 }
 
 CONDITIONS = f"""\
-- Two relays, {GOOD} tasks of {len(MESSAGE)} bytes, {SECONDS:.0f} s. *Missing topic*: {MISSING} older tasks have a
-  topic that does not exist. *Too large*: one older task has more bytes than Pub/Sub accepts. *Kills*: {RATE} tasks a
-  second, and each {KILL:.0f} s one of the relays in turn is killed by SIGKILL and started again.
-- [own.py](../tools/benchmarks/own.py) has both relays, with Google's clients. The first locks, publishes and marks a
-  batch in one transaction. The second has a transaction for each task, and keeps the error and the time of the next
-  attempt in the row.
-- *Missed*: tasks that can be sent, and were not received within {SECONDS:.0f} s, or {PATIENCE:.0f} s after the last
-  kill. *All*: seconds until each of them was received once.
-- The emulator runs one read-write transaction at a time and aborts the others, so it causes more duplicates than
-  Spanner, in each design."""
+- Two relays each, {SECONDS:.0f} s. *Missing topic*: {GOOD} tasks behind {MISSING} of a topic that does not exist. *Too
+  large*: {GOOD} tasks behind one that Pub/Sub refuses. *Kills*: {RATE} tasks a second, and each {KILL:.0f} s one relay
+  in turn is killed and started again.
+- [own.py](../tools/benchmarks/own.py): the first locks, publishes and marks a batch in one transaction. The second
+  has a transaction for each task, and keeps a failure in the row.
+- *All*: seconds until each task that can be sent was received. *Missed*: those that never were. The emulator aborts
+  overlapping transactions, so each design has more duplicates than on Spanner."""
 
 
 @dataclass(slots=True)
