@@ -456,7 +456,7 @@ def schema_of(given: Mapping[str, str]) -> StructType:
 @without_stack_trace()
 def reader_of(given: Mapping[str, str], schema: StructType) -> OutboxReader:
     """Return the batch reader, in the process that pushes filters down one that takes them."""
-    options, database = parse(given, OF_READER)
+    options, database = parse(given, OF_READER, ignored=(*_OF_WRITER, "path"))  # which a table of SQL has, too
     if only := [name for name in ("maxRowsPerTrigger", "failOnDataLoss") if name in options]:
         raise SettingError(f"Option {only[0]} is for streams only. Remove it")
     # Spark refuses any other reader with this method unless spark.sql.python.filterPushdown.enabled is set.

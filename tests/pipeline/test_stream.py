@@ -136,9 +136,10 @@ def test_a_batch_before_the_retention_period_says_what_to_do(target: DatabaseSet
 
 
 def test_a_batch_before_the_retention_period_can_be_read_late(
-    target: DatabaseSettings, database: Database, capsys: pytest.CaptureFixture[str]
+    target: DatabaseSettings, database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """The log and the progress then name the gap: a task that was sent again since is missing."""
+    monkeypatch.setattr("outbox.program.logs.configure", lambda: None)
     of = reader(target, failOnDataLoss="false")
     now = open_table(target).now()
     start, end = ({"sent_at": shown(now - timedelta(hours=hours))} for hours in (3, 2))
@@ -146,7 +147,7 @@ def test_a_batch_before_the_retention_period_can_be_read_late(
     update(database, "again", SentAt=COMMIT_TIMESTAMP)
     assert batch(of, start, end) == ["kept"]
     gap = f"{start['sent_at']}/{end['sent_at']}"
-    assert gap in capsys.readouterr().err
+    assert gap in caplog.text
     assert of.latestOffset(end) != end
     assert (of.reportLatestOffset() or {})["gap"] == gap
 
