@@ -77,7 +77,7 @@ def test_each_reference_has_a_declaration_and_the_other_way_round(module: str) -
 def test_a_grant_follows_its_resource() -> None:
     """A topic that Terraform replaces has the same name, and none of its grants."""
     grants = [
-        each for each in parsed("resource") if each[0][0].endswith(("topic_iam_member", "subscription_iam_member"))
+        each for each in parsed("resource") if re.search(r"(topic|subscription)_iam_(member|binding)$", each[0][0])
     ]
     assert len(grants) == 6
     for [_, name], block in grants:

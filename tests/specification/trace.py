@@ -25,6 +25,7 @@ from publishworker.types import (
     Deferred,
     KeyHeads,
     LockedRow,
+    NotSent,
     Published,
     QueuedTask,
     RowChange,
@@ -106,9 +107,11 @@ class _Reading:
 class _Store(_Reading):
     def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         def traced(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
-            self._step("lock", now=now.isoformat(), ids=ids, rows=[_row(row, now) for row in rows])
+            # A cancelled task is gone for the specification, also if the row gets the mark of an earlier publish.
+            kept = {row.id: row for row in rows if row.cancelled_by is None}
+            self._step("lock", now=now.isoformat(), ids=ids, rows=[_row(row, now) for row in kept.values()])
             marks = decide(rows, now)
-            self._step("mark", states={id: _marked(mark) for id, mark in marks.items()})
+            self._step("mark", states={id: _marked(mark) for id, mark in marks.items() if id in kept})
             return marks
 
         try:
@@ -168,4 +171,5 @@ def _marked(mark: RowChange) -> str:
         return SENT
     if isinstance(mark, Deferred):
         return DEFERRED
+    assert isinstance(mark, NotSent)
     return DEAD if mark.dead else READY if mark.available_at is None else RETRYING

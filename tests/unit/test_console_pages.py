@@ -169,7 +169,7 @@ def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
 
 
 def test_pages_explain_every_state() -> None:
-    assert tuple(PARTS.SENTENCES) == STATES
+    assert (*PARTS.SENTENCES, CANCELLED) == STATES
 
 
 def test_every_reason_leads_to_a_section_that_exists() -> None:

@@ -109,7 +109,8 @@ def test_code_of_a_page_uses_public_names(page: Path) -> None:
     """What a page tells people to import has a place in the reference."""
     public, packages = generate().PYTHON, ("outbox", "publishworker", "outbox_pipeline")
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
+        code = re.sub("^%.*$", "", block, flags=re.MULTILINE)  # a command of a notebook
+        for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in packages:
                 for each in node.names:
                     assert f"{node.module}.{each.name}" in public or each.name in public[str(node.module)], each.name
