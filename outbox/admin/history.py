@@ -20,8 +20,8 @@ from outbox.table.states import UNSENT
 MINUTES = 60
 #: The age of the oldest versions that the first read asks for, and its steps. Spanner keeps versions for an hour.
 OLDEST, STEP = timedelta(minutes=55), timedelta(minutes=5)
-#: Max topics of one sample.
-TOPICS = 50
+#: Max topics of one sample, topics and reasons of all workers, and workers that left.
+TOPICS, MAX_TOPICS, MAX_REASONS, MAX_LEFT = 50, 1_000, 20, 200
 #: Minutes until a count is whole everywhere, and those between two values that belong together: workers count a large
 #: backlog every few minutes. A value that is older says nothing about now.
 WHOLE, JOINED = 2, 5
@@ -86,7 +86,7 @@ class History:
         """Return the topics that have figures of their own."""
         found = (part(each, "topics").keys() for each in self._histories)
         own = (topic for row in self.samples.values() for topic in row if topic is not None)
-        return frozenset().union(own, *found)
+        return frozenset(sorted({*own}.union(*found))[:MAX_TOPICS])
 
     @functools.cached_property
     def is_of_part(self) -> bool:
@@ -100,7 +100,7 @@ class History:
     def failed(self, topic: str | None = None) -> dict[str, Values]:
         """Return the numbers of failed attempts by reason."""
         names = {name for each in self._histories for name in _series(each, topic) if name.startswith(":")}
-        return {name.removeprefix(":"): self._counted(topic, name) for name in sorted(names)}
+        return {name.removeprefix(":"): self._counted(topic, name) for name in sorted(names)[:MAX_REASONS]}
 
     def latency(self, topic: str | None = None) -> tuple[Values, Values]:
         """Return the latencies in seconds that half of the tasks, and 95 % of them, did not exceed.
@@ -215,7 +215,9 @@ def _seen(workers: Mapping[str, Seen], rows: Iterable[Worker], at: datetime) -> 
     found = {row.id: Seen(row, None if row.is_live else row.seen_at + timedelta(seconds=row.timeout)) for row in rows}
     absent = (seen if seen.gone_at else Seen(seen.worker, at, said_goodbye=True) for seen in workers.values())
     known = {seen.worker.id: seen for seen in absent} | found
-    return {id: seen for id, seen in known.items() if at - (seen.gone_at or at) < timedelta(minutes=MINUTES)}
+    gone = sorted((at - seen.gone_at, id) for id, seen in known.items() if seen.gone_at)
+    kept = {id for age, id in gone[:MAX_LEFT] if age < timedelta(minutes=MINUTES)}
+    return {id: seen for id, seen in known.items() if id in kept or not seen.gone_at}
 
 
 def _sampled(backlog: Backlog) -> dict[str | None, Sample]:

@@ -14,7 +14,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operator_sql
 from outbox.admin.selections import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.base.values import shown
+from outbox.base.values import json_column, shown
 from outbox.errors import OutboxError
 from outbox.program.settings import one_of
 from outbox.table.ddl import OPERATIONS
@@ -273,8 +273,6 @@ def as_json(selection: Mapping[str, Any]) -> str:
 def parsed(selection: str) -> Any:
     """Return the value of the column Selection, or its text if that is no JSON: any program may write the column."""
     try:
-        value = json.loads(selection)
-        json.dumps([[[[value]]]], allow_nan=False)  # what shows it may nest it deeper
-    except (ValueError, RecursionError):
+        return json_column(selection)
+    except ValueError:
         return selection
-    return value

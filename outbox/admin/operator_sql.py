@@ -6,9 +6,10 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
+from outbox.base.values import MAX_JSON
 from outbox.table.shared_sql import (
     BY_ID,
     EACH_TOPIC,
@@ -58,11 +59,27 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
+#: Max characters that are read of an error, a name, a reason or a position, and of an Info, which has at most 12 kB.
+#: Max rows of workers, those with the last heartbeats first.
+MAX_TEXT, MAX_INFO, MAX_WORKERS = 1_000, 16_000, 1_000
+
+
+def at_most(column: str, characters: int = MAX_TEXT) -> str:
+    """Return a text of any length as far as it is read: any program may write it. A JSON that is cut is no JSON."""
+    return f"SUBSTR({column}, 1, {characters})"
+
+
+def listed_columns(names: Iterable[str]) -> str:
+    """Return the columns of a task as they are read."""
+    return ", ".join(at_most(name) if name == "LastError" else name for name in names)
+
+
 _OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
-_OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected,
-  SeenAt, StoppedAt, Position"""
+_OPERATION_COLUMNS = f"""OperationId, Operation, StartedAt, FinishedAt, {at_most("Principal")},
+  {at_most("Selection", MAX_JSON)}, Tasks, {at_most("Reason")}, Selected,
+  SeenAt, StoppedAt, {at_most("Position", MAX_JSON)}"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
-PROGRESS = f"SELECT Tasks, Position FROM {_OPERATIONS} WHERE OperationId = @id"
+PROGRESS = f"SELECT Tasks, {at_most('Position')} FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
 LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"
 #: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).
@@ -88,11 +105,12 @@ def latest_operations(names: Collection[str], *, views: bool = True) -> str:
     }
     kinds = "TRUE" if views else "Operation != 'view'"
     where = " AND ".join([kinds, *(condition for name, condition in conditions.items() if name in names)])
+    compared_columns = [column for column in ("Selection", "Principal") if column in where]
     return f"""
 SELECT {_OPERATION_COLUMNS} FROM (
   SELECT part.OperationId AS found FROM UNNEST({_ID_RANGES}) AS ids, UNNEST(ARRAY(
     SELECT AS STRUCT OperationId, StartedAt FROM (
-      SELECT OperationId, StartedAt, Operation, Selection, Principal FROM {_OPERATIONS}
+      SELECT {", ".join(["OperationId, StartedAt, Operation", *compared_columns])} FROM {_OPERATIONS}
       WHERE OperationId >= ids.low AND OperationId < ids.high ORDER BY OperationId LIMIT @ceiling)
     WHERE {where})) AS part
   ORDER BY part.StartedAt DESC, part.OperationId LIMIT @limit)
@@ -153,8 +171,10 @@ COUNT_LATER = counted(
 )
 COUNT_DEAD = counted(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
 COUNT_SENT = counted(f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE} AND CancelledBy IS NULL", "'sent_last_minute'")
-#: The workers, with what they say about themselves. A worker of an older version has no Info.
-WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
+#: The workers, with what they say about themselves. A worker of an older version has no Info. SAFE: a text of more than
+#: 1 MiB would be an error.
+WORKERS_AT = f"""{at_now(workers("StartedAt", "SeenAt", at_most("SAFE.TO_JSON_STRING(Info)", MAX_INFO)))}
+ORDER BY SeenAt DESC LIMIT {MAX_WORKERS}"""
 
 
 #: The states of tasks that are in the order of SentAt, and in no range of a topic.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from outbox.admin import backlog, operator_sql
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable
-from outbox.base.values import chunked, shown
+from outbox.base.values import chunked, json_column, shown
 from outbox.errors import OutboxError
 from outbox.program.settings import MOMENT
 from outbox.table.states import CANCELLED, CONDITIONS, LONG_AGO, NO_SEQUENCE, STATES
@@ -65,10 +65,9 @@ class TaskSelection:
     def recorded(cls, text: str) -> Self:
         """Return the selection from the column Selection. Raises OutboxError: it is not whole, or not a selection."""
         try:
-            values = json.loads(text)
-            json.dumps(values, ensure_ascii=False).encode()  # refuses surrogates, as Spanner does
+            values = json_column(text)
             return cls(**{name: _field(name, value) for name, value in values.items()})
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError):
             # `more_ids` is no field: the record does not have all IDs.
             raise OutboxError("its record does not contain the whole selection. Start a new operation") from None
 
@@ -256,7 +255,7 @@ def next_chunk(table: TaskTable, selection: TaskSelection, position: str | None)
     """
     column = _shard_column(table, selection)
     try:
-        found: dict[str, Any] = json.loads(position) if position else {"column": column, "done": 0}
+        found: dict[str, Any] = json_column(position) if position else {"column": column, "done": 0}
         if found["column"] != column:
             raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
         after = {name: _PARSED[name](value) for name, value in found.get("after", {}).items()}

@@ -198,7 +198,7 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     topics = [topic for topic, line in backlog.topics().items() if line.blocked]
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
     values = {"topics": topics, "ceiling": range_limit(ranges_of(table.shards, backlog.topics())), "limit": limit}
-    rows = reader.query(operator_sql.blocked_heads(", ".join(_COLUMNS)), values)
+    rows = reader.query(operator_sql.blocked_heads(operator_sql.listed_columns(_COLUMNS)), values)
     return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
 
 
@@ -230,14 +230,15 @@ class _Reader:
         """Return unsent tasks, of which at most `ceiling` of a shard, topic and state are compared."""
         names = self.selection.names
         order = {"newest": self.newest, "attempts": self.attempts}
-        statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, **order)
+        statement = operator_sql.listed_unsent(states, operator_sql.listed_columns(_COLUMNS), names, **order)
         return self._tasks(statement, {"topics": topics, "ceiling": ceiling})
 
     def ended(self, state: str) -> list[Task]:
         """Search growing time windows, because there may be millions of sent, or cancelled, tasks."""
         tasks: list[Task] = []
         for window in self._windows(state):
-            statement = operator_sql.listed_ended(state, ", ".join(_COLUMNS), window.names, newest=self.newest)
+            columns = operator_sql.listed_columns(_COLUMNS)
+            statement = operator_sql.listed_ended(state, columns, window.names, newest=self.newest)
             tasks = self._tasks(statement, window.values)
             if len(tasks) >= self.limit:
                 break
@@ -317,7 +318,7 @@ def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dic
 def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`."""
     names = [name for name in _ALL_COLUMNS if data or name != "Data"]
-    rows = table.query(operator_sql.task(", ".join(names)), "outbox-show", {"id": id})
+    rows = table.query(operator_sql.task(operator_sql.listed_columns(names)), "outbox-show", {"id": id})
     if not rows:
         return None
     as_of, state, *values = rows[0]

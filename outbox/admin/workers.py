@@ -1,13 +1,14 @@
 """The live workers, and what they say about themselves in the column Info: each read is one of a small table.
 
-Any program may write the column, so a part that is not as a worker writes it is left out. Each read raises NotReached
-or OutboxError.
+Any program may write the column, so a part that is not as a worker writes it, or is larger, is left out. Each read
+raises NotReached or OutboxError.
 """
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import accumulate, islice
 from typing import Any
 
 from outbox.admin import operator_sql
@@ -22,6 +23,9 @@ _TAG = "outbox-workers"
 TAKE_OVER = timedelta(minutes=1)
 #: Workers that die within the hour are a problem from this number on: one is probably killed again and again.
 MANY_DEATHS = 3
+#: Max characters of the Infos of all workers together: 150 of the largest, or many more usual ones. As Python values,
+#: they take up to 20 times as much. Max items of a list or an object in an Info, and of what is found in all of them.
+MAX_INFOS, MAX_ITEMS = 2_000_000, 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class Worker:
     def shards(self) -> list[int]:
         """Return the IDs of the shards that the worker polls."""
         runs = [run for run in _list(self.info.get("shards")) if _is_run(run)]
-        return [id for first, last in runs for id in range(first, last + 1)]
+        # During a reshard, it polls two layouts.
+        return [*islice((id for first, last in runs for id in range(first, last + 1)), 2 * MAX_SHARDS)]
 
     @property
     def is_starting(self) -> bool:
@@ -101,9 +106,10 @@ def live(table: TaskTable, at: datetime) -> list[Worker]:
 def rows_at(table: TaskTable, at: datetime) -> list[Worker]:
     """Return the workers that have a row at a time, by ID: the live ones, and those that died within the hour."""
     rows = table.query(operator_sql.WORKERS_AT, _TAG, {"now": at}, at=at)
+    sizes = accumulate(len(info or "") for *_, info in rows)
     found = (
-        Worker(id, age / 1000, started_at, seen_at, json_object(info), timeout)
-        for id, age, timeout, _, started_at, seen_at, info in rows
+        Worker(id, age / 1000, started_at, seen_at, json_object(info) if size <= MAX_INFOS else {}, timeout)
+        for (id, age, timeout, _, started_at, seen_at, info), size in zip(rows, sizes, strict=True)
     )
     return sorted(found, key=lambda worker: worker.id)
 
@@ -138,7 +144,7 @@ def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:
             next_probe=min(circuit.next_probe for circuit in circuits),
             workers=len(circuits),
         )
-        for _, circuits in sorted(found.items())
+        for _, circuits in sorted(found.items())[:MAX_ITEMS]
     ]
 
 
@@ -146,7 +152,7 @@ def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
     """Return the settings, and `version`, that differ between workers with Info, each with its values."""
     known = [{**worker.settings, "version": worker.text("version")} for worker in workers if worker.info]
     names = sorted({name for values in known for name in values})
-    values = {name: sorted({str(each.get(name, "default")) for each in known}) for name in names}
+    values = {name: sorted({str(each.get(name, "default")) for each in known}) for name in names[:MAX_ITEMS]}
     return {name: found for name, found in values.items() if len(found) > 1}
 
 
@@ -161,18 +167,19 @@ def shards_without_worker(table: TaskTable, workers: Sequence[Worker], at: datet
         return None
     rows = table.query(operator_sql.RECORDED_SHARDS, _TAG)
     recorded = [Layout.recorded(column, shards) for column, shards, state in rows if state == POLLED]
-    polled = {id for worker in workers for id in worker.shards}
-    return [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids if id not in polled]
+    left = [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids]
+    polled = {*left}.intersection(id for worker in workers for id in worker.shards)
+    return [id for id in left if id not in polled]
 
 
 def part(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the object with a name, or an empty one if there is none."""
     found = value.get(name)
-    return found if isinstance(found, dict) else {}
+    return dict(islice(found.items(), MAX_ITEMS)) if isinstance(found, dict) else {}
 
 
 def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return value[:MAX_ITEMS] if isinstance(value, list) else []
 
 
 def _number(value: Any) -> float:

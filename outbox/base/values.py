@@ -1,5 +1,6 @@
 """Values that callers pass, as the exact types that the code relies on; and as users read them. No client is needed."""
 
+import contextlib
 import inspect
 import json
 import math
@@ -20,6 +21,9 @@ TOPIC = rf"(?:projects/{PROJECT}/topics/)?{TOPIC_ID}"
 #: Max characters of a task ID, as in the column Id.
 MAX_ID_CHARACTERS = 64
 
+#: Max characters and levels of a JSON text that is read from a column that any program may write.
+MAX_JSON, MAX_LEVELS = 80_000, 10
+
 T = TypeVar("T")
 
 
@@ -34,11 +38,29 @@ def class_name(value: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
+def json_column(text: str) -> Any:
+    """Return the value of a JSON text that any program may have written. Raises ValueError if it is not within bounds.
+
+    It has at most MAX_JSON characters and MAX_LEVELS, and no number or text that Spanner would refuse.
+    """
+    with contextlib.suppress(RecursionError):
+        if len(text) <= MAX_JSON and _has_levels(value := json.loads(text), MAX_LEVELS):
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            return value
+    raise ValueError(f"more than {MAX_JSON:,} characters or {MAX_LEVELS} levels of JSON")
+
+
+def _has_levels(value: Any, most: int) -> bool:
+    """Tell whether a value has at most so many levels."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most > 0 and all(_has_levels(each, most - 1) for each in inner if isinstance(each, dict | list))
+
+
 def json_object(text: str | None) -> dict[str, Any]:
-    """Return a JSON object, or an empty one if the text holds none: any program may write it."""
+    """Return a JSON object that any program may have written, or an empty one if the text holds none."""
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = json_column(text or "{}")
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -84,17 +84,14 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of a kind (line, area or bars). Areas and bars are stacked, the first series at the bottom.
-
-    Values of an `is_backlog` are joined, because workers do not count it in each minute.
-    """
+    """A chart of a kind (line, area or bars). Areas and bars are stacked, the first series at the bottom."""
 
     frame: Frame
     kind: str
     title: str
     series: Mapping[str, Values]
     is_duration: bool = False
-    is_backlog: bool = False
+    is_backlog: bool = False  # so that workers may not count it in each minute
 
     @property
     def shown(self) -> dict[str, Values]:

@@ -33,7 +33,7 @@ def show(visit: Visit) -> Response:
 
 def _control(visit: Visit, topic: str) -> TopicControls | None:
     """Return the controls. Old figures would offer what was just done, so then the table is asked."""
-    if not visit.reading.is_current and not visit.reading.error:
+    if not visit.reading.is_current:
         with contextlib.suppress(OutboxError):
             return visit.console.table.controls().get(topic)
     return visit.reading.value.controls.get(topic) if visit.reading.value else None
@@ -149,13 +149,6 @@ def _known(visit: Visit) -> str:
     return topic
 
 
-def _work(visit: Visit) -> Work:
-    """Only the preview of a route counts tasks."""
-    given = (visit.query, visit.form)
-    has_route = any(each.get("route", "").strip() or "route" in each.getlist("unset") for each in given)
-    return Work.SCAN if has_route else Work.URGENT
-
-
 def _typed(given: QueryParams) -> dict[str, Any]:
     """Return the values to write, by field. Empty fields keep their values."""
     texts = {name: text for name in NAMES if (text := given.get(name, "").strip())}
@@ -170,9 +163,9 @@ def _typed(given: QueryParams) -> dict[str, Any]:
 
 ROUTES = (
     Route("/topic", show, work=Work.LIGHT),
-    Route("/topic/ask", _ask, Role.OPERATOR, "POST", _work, "/topic"),
-    Route("/topic/controls", _show_preview, Role.OPERATOR, work=_work),
-    Route("/topic/controls", _write, Role.OPERATOR, "POST", _work, "/topic/controls"),
+    Route("/topic/ask", _ask, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
+    Route("/topic/controls", _show_preview, Role.OPERATOR, work=Work.URGENT),
+    Route("/topic/controls", _write, Role.OPERATOR, "POST", Work.URGENT, "/topic/controls"),
     Route("/topic/probe", _probe, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
     Route("/topic/forget", _forget, Role.OPERATOR, "POST", Work.URGENT, "/topic"),

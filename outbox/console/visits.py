@@ -57,8 +57,8 @@ from outbox.table.states import LEFT_TO_SEND
 FRESH_SECONDS = 5.0
 #: How long a page waits for a read that it has begun, and the age from which on figures are late.
 PATIENCE_SECONDS, LATE_SECONDS = 1.0, 2 * FRESH_SECONDS
-#: Max heads of blocked keys, and max operations.
-HEADS = OPERATIONS = 100
+#: Max heads of blocked keys, operations, and workers.
+HEADS = OPERATIONS = WORKERS = 100
 _log = logging.getLogger("outbox")
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
@@ -84,7 +84,7 @@ class Status(status.Status):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """The last status, and how many seconds ago its read began. `error` is that of a later read, if it has failed.
+    """The last status, how many seconds ago its read began, and the error of a later one, if it failed.
 
     `written` is the time of the last action of this console, unless the status includes it.
     """
@@ -95,14 +95,9 @@ class Reading:
     written: datetime | None = None
 
     @property
-    def is_late(self) -> bool:
-        """Tell whether a newer one should be there, so that pages say how old it is."""
-        return self.age > LATE_SECONDS
-
-    @property
     def is_current(self) -> bool:
-        """Tell whether it shows what single rows would show."""
-        return not (self.is_late or self.written)
+        """Tell whether rows that are read now say nothing newer, or cannot be read."""
+        return bool(self.error) or not (self.age > LATE_SECONDS or self.written)
 
 
 class Shared:
@@ -125,43 +120,32 @@ class Shared:
         """Return the last value. The page that begins a read waits a moment, and without a value each page does."""
         with self._lock:
             begins = self._ended.is_set() and (self._is_due or self._clock() - self._tried_at >= FRESH_SECONDS)
-            if begins:
-                self._begin()
+            if begins:  # if no thread can be started, the page fails, and the next one tries again
+                threading.Thread(target=self._read_again, daemon=True).start()
+                self._ended.clear()  # the thread needs the lock before it ends
+                self._is_due = False
         if begins or self._value is None:
             self._ended.wait(PATIENCE_SECONDS)
-        with self._lock:
-            return Reading(self._value, self._clock() - self._began_at, self._error, self._written)
+        return Reading(self._value, self._clock() - self._began_at, self._error, self._written)
 
     def forget(self) -> None:
         """Let the next `get` read again, because an action has changed what it shows."""
         with self._lock:
             self._is_due, self._written = True, datetime.now(UTC)
 
-    def _begin(self) -> None:
-        reader = threading.Thread(target=self._read_again, args=(self._clock(), self._written), daemon=True)
-        self._is_due, self._tried_at = False, self._clock()
+    def _read_again(self) -> None:
+        began_at, written, value, error = self._clock(), self._written, self._value, None
         try:
-            reader.start()
-        except RuntimeError as error:
-            self._error = f"No thread can be started: {error}"
-        else:
-            self._ended.clear()  # the thread needs the lock before it ends
-
-    def _read_again(self, began_at: float, written: datetime | None) -> None:
-        value, error = None, None
-        try:
-            value = self._read(self._value)
-        except OutboxError as failure:
+            value = self._read(value)
+        except Exception as failure:
             error = str(failure)
-        except Exception:
-            error = "This is a fault of the console, and its log has the reason"
-            _log.exception("the figures could not be read")
+            if not isinstance(failure, OutboxError):
+                _log.exception("the figures could not be read")
         with self._lock:
-            self._error, self._tried_at = error, self._clock()
+            self._value, self._error, self._tried_at = value, error, self._clock()
             if not error:
-                self._value, self._began_at = value, began_at
-                # Another action may have been written since this read began.
-                self._written = None if self._written is written else self._written
+                # Another action may have been written since the read began.
+                self._began_at, self._written = began_at, None if self._written is written else self._written
             self._ended.set()
 
 
@@ -371,12 +355,8 @@ _ENVIRONMENT.filters.update(
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
 _ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "charts": charts, "FILES": FILES}
-_ENVIRONMENT.globals |= {
-    "FRESH_SECONDS": FRESH_SECONDS,
-    "HEADS": HEADS,
-    "LEFT_TO_SEND": LEFT_TO_SEND,
-    "OPERATIONS": OPERATIONS,
-}
+_ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS, "WORKERS": WORKERS}
+_ENVIRONMENT.globals |= {"FRESH_SECONDS": FRESH_SECONDS, "LATE_SECONDS": LATE_SECONDS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:

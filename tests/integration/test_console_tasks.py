@@ -172,7 +172,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     eventually(outage.away.is_set)
     page = jane.get("/operations").text
     assert re.search(r"These are [\d.]+s old. Spanner did not answer: a test", page)
-    assert re.search(r"As of <time[^>]+>[^<]+</time>, [\d.]+s ago", page)
+    assert re.search(r"figures of</strong> <time[^>]+>[^<]+</time>, [\d.]+s ago", page)
     assert id in page or "No operation is recorded yet" in page
     answer = jane.get("/tasks")
     assert (answer.status_code, "Spanner did not answer" in answer.text) == (503, True)

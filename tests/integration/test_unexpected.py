@@ -11,17 +11,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operations, reshard, selections, tasks, topics
+from outbox.admin import backlog, changes, history, operations, reshard, selections, tasks, topics, workers
+from outbox.admin.operator_sql import MAX_TEXT
 from outbox.admin.selections import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.admin.workers import MAX_INFOS, MAX_ITEMS
+from outbox.base.values import MAX_JSON
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
 from outbox.reading import Position, SentTasks
 from outbox.table.connection import UNARY_SECONDS
-from outbox.table.ddl import Layout
+from outbox.table.ddl import MAX_SHARDS, Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER
 from outbox.table.transactions import retry_and_timeout
@@ -318,3 +321,53 @@ def test_no_recorded_operation_stops_the_commands(outbox: Commands, database: Da
         "0": "", "1": "{", "6": 7, "9": {"from": "a", "to": 3},
     }  # fmt: skip
     assert len(operations.latest(table, 100)) == len(listed) == len(STRUCTURES) + 1
+
+
+LARGE = 500_000
+#: Infos that are as large as they can be: runs, circuits, settings, topics, reasons, levels, and characters.
+LARGE_INFOS: tuple[Any, ...] = (
+    {"shards": [[n, n + 999] for n in range(0, 999_000, 1_000)]},
+    {"shards": [[n * 1_000_000, n * 1_000_000 + 999] for n in range(600)]},
+    {"circuits": [{} for _ in range(5_000)]},
+    {"circuits": [{"topic": str(n)} for n in range(900)]},
+    {"settings": {str(n): n for n in range(1_200)}, "version": "v" * 3_000},
+    {"history": {"minute": 1, "topics": {str(n): {} for n in range(1_200)}}},
+    {"history": {"minute": 1, "all": {f":{n}": [1] for n in range(1_000)}}},
+    {"settings": functools.reduce(lambda inner, _: [inner], range(70), 1)},
+    {"host": "\U0001f600" * LARGE},
+)  # fmt: skip
+
+
+def test_no_column_is_read_further_than_its_bound(database: Database, outbox: Commands) -> None:
+    """Whatever a program has written there, and however many such rows there are."""
+    emoji, levels = "\U0001f600" * LARGE, "[" * LARGE
+    infos = [
+        (f"{n:03} {m}", PAST, COMMIT_TIMESTAMP, 3_600, JsonObject(info))
+        for m, info in enumerate(LARGE_INFOS) for n in range(20 if m < len(LARGE_INFOS) - 1 else 2)
+    ]  # fmt: skip
+    add(database, "Workers", "WorkerId StartedAt SeenAt LivenessTimeoutSeconds Info", *infos)
+    columns = "OperationId Operation StartedAt SeenAt Principal Selection Reason Tasks Position"
+    for n, selection in enumerate((emoji, levels, json.dumps({"ids": ["x" * 64] * 20_000}), '{"topics": 1}')):
+        values = (COMMIT_TIMESTAMP, COMMIT_TIMESTAMP, emoji, selection, emoji, 0, levels)
+        add(database, "Operations", columns, (f"{n}", "retry", *values))
+    for n in range(5):
+        insert(database, [row(f"{n}", AvailableAt=NEVER, LastError=emoji)])
+    table = TaskTable(database)
+    counted = backlog.read(table)
+    found = [*operations.latest(table, 100), *(operations.operation(table, str(n)) for n in range(4))]
+    assert {len(each.selection) <= MAX_JSON and len(each.principal) <= MAX_TEXT for each in found} == {True}
+    errors = [*tasks.errors(table, counted), tasks.task(table, "0"), *tasks.find(table).tasks]
+    assert max(len(getattr(each, "error", None) or each.columns["LastError"]) for each in errors) == MAX_TEXT
+    for n in range(4):
+        with pytest.raises(OutboxError, match="Start a new operation"):
+            changes.continued(table, str(n))
+    assert max(len(each.shards) for each in counted.workers) == 2 * MAX_SHARDS
+    assert max(len(each.circuits) for each in counted.workers) == MAX_ITEMS
+    assert len(json.dumps([each.info for each in counted.workers], separators=(",", ":"))) < 2 * MAX_INFOS
+    assert len(workers.open_circuits(counted.workers)) <= MAX_ITEMS
+    assert len(workers.differing(counted.workers)) <= MAX_ITEMS
+    hour = history.read(table, counted)
+    assert (len(hour.topics) <= history.MAX_TOPICS, len(hour.failed())) == (True, history.MAX_REASONS)
+    for words in ("status", "workers", "operations"):
+        for flags in ([], ["--json"]):
+            assert outbox.here(words, *flags).code == 0

@@ -267,8 +267,7 @@ WORKS: dict[tuple[str, str, str], Work] = {
     **{("POST", f"/operation/{name}", "id=a"): Work.URGENT for name in ("stop", "continue-retry", "continue-purge")},
     **{(method, "/tasks/retry", SINGLE): Work.URGENT for method in ("GET", "POST")},
     **{(method, "/tasks/cancel", ALL): Work.SCAN for method in ("GET", "POST")},
-    **{(method, "/topic/controls", "name=a&rate=1&route="): Work.URGENT for method in ("GET", "POST")},
-    **{("GET", "/topic/controls", f"name=a&{more}"): Work.SCAN for more in ("route=b", "unset=route")},
+    **{(method, "/topic/controls", "name=a&unset=rate"): Work.URGENT for method in ("GET", "POST")},
     ("GET", "/tasks", ALL): Work.SCAN,
     ("GET", "/search", "q=a"): Work.SCAN,
 }

@@ -107,21 +107,21 @@ def test_no_page_waits_for_a_slow_read_also_not_after_an_action(monkeypatch: pyt
     assert found == [Reading(0, 42)] * 40
     shared.forget()
     late = shared.get()
-    assert (late.value, late.is_late, late.is_current, late.written is None) == (0, True, False, False)
+    assert (late.value, late.age, late.is_current, late.written is None) == (0, 42, False, False)
     monkeypatch.setattr(visits, "PATIENCE_SECONDS", 60)
     may_end.set()
     assert eventually(lambda: shared.get() if shared._ended.is_set() else None) == Reading(2, 0)
 
 
-def test_a_read_that_fails_unexpectedly_is_said_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, failures = Clock(), [KeyError("x")]
-    shared = Shared(lambda _last: "value" if not failures else (_ for _ in ()).throw(failures.pop()), clock)
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
-        assert shared.get() == Reading(None, math.inf, "No thread can be started: can't start new thread")
-    for clock.now, value, error in ((6, None, "fault of the console"), (12, "value", "")):
-        reading = shared.get()
-        assert (reading.value, error in (reading.error or "")) == (value, True)
+def test_a_read_that_fails_unexpectedly_is_said_and_tried_again() -> None:
+    clock, answers = Clock(), ["value"]
+    shared = Shared(lambda _last: answers[int(clock.now < 9)], clock)
+    limit = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with limit, pytest.raises(RuntimeError):
+        shared.get()
+    assert shared.get() == Reading(None, math.inf, "list index out of range")
+    clock.now = 12
+    assert shared.get() == Reading("value", 0)
 
 
 def status(**values: Any) -> Status:
