@@ -68,6 +68,8 @@ _DATABASE = {
     "project": "project", "instance": "instance", "database": "database", "databaseRole": "database_role",
     "spannerEndpoint": "spanner_endpoint",
 }  # fmt: skip
+#: What Spark adds to the options of CREATE TABLE, which it also passes a second time, as `option.NAME`.
+_OF_TABLE = {"collation", "comment", "external", "is_managed_location", "location", "owner", "path", "provider"}
 _COLUMNS = tuple(schemas.TASK.fieldNames())
 
 
@@ -103,8 +105,8 @@ def parse(
     options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
 ) -> tuple[dict[str, Any], DatabaseSettings]:
     """Return the values of the `options` that are given, and their database. Raises SettingError."""
-    # Spark passes the options of CREATE TABLE twice.
-    given = {name.lower(): value for name, value in options.items() if not name.lower().startswith("option.")}
+    named = {name.lower(): value for name, value in options.items()}
+    given = {name: value for name, value in named.items() if not name.startswith("option.") and name not in _OF_TABLE}
     known = (*kinds, *_DATABASE)
     if unknown := sorted(given.keys() - {name.lower() for name in (*known, *ignored)}):
         raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join(known)}")
@@ -399,7 +401,7 @@ class _Writing:
         """Check options and columns. Raises SettingError."""
         if overwrite:
             raise SettingError("The outbox can only be appended to: pass mode('append') or outputMode('append')")
-        of_table = ("checkpointLocation", "queryName", "columns", "path")  # of the query, or of CREATE TABLE
+        of_table = ("checkpointLocation", "queryName", "columns")  # of the query, or of CREATE TABLE
         values, self._settings = parse(options, _OF_WRITER, ignored=of_table)
         self._topic, self._key = values.get("topic", ""), values.get("key", ())
         self._rate, self._names = float(values.get("maxRowsPerSecond", 0)), schema.fieldNames()
@@ -456,7 +458,7 @@ def schema_of(given: Mapping[str, str]) -> StructType:
 @without_stack_trace()
 def reader_of(given: Mapping[str, str], schema: StructType) -> OutboxReader:
     """Return the batch reader, in the process that pushes filters down one that takes them."""
-    options, database = parse(given, OF_READER, ignored=(*_OF_WRITER, "path"))  # which a table of SQL has, too
+    options, database = parse(given, OF_READER, ignored=(*_OF_WRITER,))  # which a table of SQL has, too
     if only := [name for name in ("maxRowsPerTrigger", "failOnDataLoss") if name in options]:
         raise SettingError(f"Option {only[0]} is for streams only. Remove it")
     # Spark refuses any other reader with this method unless spark.sql.python.filterPushdown.enabled is set.

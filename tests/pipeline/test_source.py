@@ -332,7 +332,7 @@ def test_tasks_are_copied_to_another_database(case: Case, own_database: Database
     """With their IDs, messages and columns, in the order of their keys, without a change of names."""
     keyed = [row(f"{9 - n}", OrderingKey="k", Sequence=-n, CreatedAt=DAY + timedelta(hours=n)) for n in range(8)]
     case.insert(
-        [*keyed, row("at", AvailableAt=NEVER, Priority=7), row("end", ExpiresAt=FUTURE), row("sent", SentAt=DAY)]
+        [*keyed, row("at", AvailableAt=FUTURE, Priority=7), row("end", ExpiresAt=FUTURE), row("sent", SentAt=DAY)]
     )
     copy = place(own_database.database_id)
     rows = tasks(case.spark, case.target).where("SentAt IS NULL").orderBy("Id")
