@@ -92,7 +92,8 @@ def test_each_link_of_the_index_page_is_absolute(metadata: Message) -> None:
     urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
     assert urls.keys() == {"Repository", "Documentation", "Changelog", "Issues"}
     here = f"{urls['Repository']}/blob/v{metadata['Version']}/"
-    files = [link.removeprefix(here).partition("#")[0] for link in links if link.startswith(here)]
+    files = [re.split("[#?]", link.removeprefix(here))[0] for link in links if link.startswith(here)]
+    assert all(link.endswith("?raw=true") for link in links if ".png" in link)  # the picture, not a page about it
     assert len(files) > 20
     assert [file for file in files if not (ROOT / file).exists()] == []
     assert [link for link in links if not link.startswith("https://")] == []

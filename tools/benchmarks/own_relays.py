@@ -25,7 +25,7 @@ from tools.benchmarks.results import Section, figures
 
 #: Seconds of a scenario; tasks that can be sent, behind those that cannot; tasks a second and seconds between kills.
 SECONDS, GOOD, MISSING, RATE, KILL = 30.0, 50, 3, 10, 3.0
-#: Seconds until all tasks must have arrived after the last kill. A killed worker counts as live for 30 s.
+#: Seconds until all tasks must have arrived after the last kill. A killed worker counts as live for up to 30 s.
 PATIENCE = 60.0
 #: More than the 10,000,000 bytes of a publish request. Another program than `register` has inserted it.
 TOO_LARGE = 10_000_100
