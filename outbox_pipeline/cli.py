@@ -6,6 +6,7 @@ The exit codes are in docs/operations/pipeline-deploy.md.
 import argparse
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -85,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     if is_submitted():
         redirect_stderr()
-    return ended("outbox-pipeline", lambda: _run(_parser().parse_args(arguments)))
+    given = sys.argv[1:] if arguments is None else arguments
+    logs.begin(given, is_service=not {*given[:1]}.isdisjoint(("register", "drain", "archive", "audit", "replay")))
+    return ended("outbox-pipeline", lambda: _run(_parser().parse_args(given)))
 
 
 def _run(options: argparse.Namespace) -> int:

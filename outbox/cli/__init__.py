@@ -21,6 +21,7 @@ from outbox.cli import (
 )
 from outbox.console import command as console_command
 from outbox.devtools import command as emulators_command
+from outbox.program import logs
 from outbox.program.settings import Parser, one_of, unknown_variables
 from outbox.program.terminal import Escaped, ended, note, prepare_streams, say
 
@@ -35,8 +36,10 @@ spanner-outbox[operators].
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An expected error is one sentence on stderr."""
+    given = sys.argv[1:] if arguments is None else arguments
     prepare_streams()
-    return ended("outbox", lambda: _run(sys.argv[1:] if arguments is None else arguments))
+    logs.begin(given, is_service=[*given[:1]] == ["console"])
+    return ended("outbox", lambda: _run(given))
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> None:
 def _serve(application: Any, listener: socket.socket) -> None:
     import uvicorn  # noqa: PLC0415 - optional
 
-    logs.configure()
+    logs.configure(os.environ.get("OUTBOX_LOG_FORMAT") or "auto")
     # proxy_headers would let any client choose the address that --trusted-proxy is compared with.
     config = uvicorn.Config(
         application, log_config=None, access_log=False, lifespan="off", proxy_headers=False, server_header=False,

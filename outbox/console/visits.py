@@ -176,8 +176,14 @@ class Running:
     def start(self, id: str) -> None:
         """Execute an operation on a thread of its own, which ends with the console."""
         if id not in self.ids:
+            thread = threading.Thread(target=self._execute, args=(id,), name=f"operation {id}", daemon=True)
             self.ids.add(id)
-            threading.Thread(target=self._execute, args=(id,), name=f"operation {id}", daemon=True).start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.ids.discard(id)  # so that a person can continue it
+                self.errors[id] = f"It has no thread: {error}. Raise the limit of processes, and continue it"
+                _log.warning("operation %s: %s", id, self.errors[id])
 
     def _execute(self, id: str) -> None:
         try:

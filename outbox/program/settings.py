@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from outbox.base.values import DATABASE, INSTANCE, PROJECT, plain
 from outbox.errors import SettingError
+from outbox.program import terminal
 from outbox.program.terminal import write
 
 PREFIX = "OUTBOX_"
@@ -393,6 +394,12 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             raise SettingError(self._unknown(unknown))
         return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Write the usage and a message, and exit. If messages are log lines, raise SettingError instead."""
+        if terminal.as_log_line:
+            raise SettingError(f"{message}. See `{self.prog} --help`")
+        super().error(message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse drops the error of a stream that cannot be written.

@@ -7,6 +7,7 @@ import codecs
 import dataclasses
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -106,9 +107,14 @@ def write(output: str | bytes, stream: TextIO) -> None:
         raise NotReached(f"cannot write the output: {error.strerror}") from None
 
 
-def complain(program: str, text: str) -> None:
+#: Returns the log line for a message: of a program, its level and its text. None if messages are sentences.
+as_log_line: Callable[[str, int, str], str] | None = None
+
+
+def complain(program: str, text: str, level: int = logging.ERROR) -> None:
     """Write a message of a program on stderr."""
-    say(sentences(f"{program}: {text}"), stream=sys.stderr)
+    line = as_log_line(program, level, text) if as_log_line else sentences(f"{program}: {text}")
+    say(Escaped(line), stream=sys.stderr)
 
 
 def ended(program: str, command: Callable[[], int]) -> int:
@@ -236,7 +242,7 @@ def named(names: Iterable[str]) -> str:
 
 def note(text: str) -> None:
     """Print a message on stderr."""
-    complain("outbox", text)
+    complain("outbox", text, logging.INFO)
 
 
 def confirm(question: str, *, yes: bool) -> None:

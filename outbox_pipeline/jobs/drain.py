@@ -168,7 +168,7 @@ def run_workers(
 
 
 def _relay(settings: RelaySettings, id: str, until: datetime | None) -> dict[str, Any]:
-    tally = Tally(client(settings.metrics))
+    tally = Tally(client(settings.metrics, id))
     stop, timer = threading.Event(), None
     try:
         worker = App(settings, id=id, metrics=tally)

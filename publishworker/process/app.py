@@ -5,8 +5,10 @@ Its caller, a command or a Spark task, handles signals, configures logs and name
 
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,13 +30,14 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog, worker_info
+from publishworker.process.healthcheck import MAX_AGE
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, any_to_send
-from publishworker.spanner.write_errors import DatabaseMissing, StoreError
+from publishworker.spanner.write_errors import DatabaseMissing, StoreError, lasting_reason
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
@@ -42,7 +45,7 @@ from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits, StuckBatch
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.turn.worker import Worker
+from publishworker.turn.worker import MAX_USELESS_SECONDS, Worker
 from publishworker.types import Turn
 
 #: Max bytes of messages in a batch.
@@ -58,8 +61,8 @@ _LAST_TRY_SECONDS = 15.0
 class App:
     """The parts of one process, connected, with a verified table. The constructor raises NotReached.
 
-    `id` is unique to this process, at most 64 characters. `touch_file` is called at each turn, for liveness probes. The
-    caller stops `metrics`.
+    `id` is unique to this process, at most 64 characters. `touch_file` is called at each turn, for liveness probes, and
+    `on_stall` before the log line about a worker that hangs. The caller stops `metrics`.
     """
 
     def __init__(
@@ -69,10 +72,14 @@ class App:
         id: str,
         metrics: Metrics,
         touch_file: Callable[[], None] = lambda: None,
+        on_stall: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
-        self.store = open_store(settings, touch_file)
+        self._touch_file, self._on_stall = touch_file, on_stall
+        #: How often the thread of the worker has called `_progress`.
+        self._steps = 0
+        self.store = open_store(settings, self._progress)
         self.membership = Membership(self.store, id)
         publisher = PubSubPublisher(
             open_pubsub(settings),
@@ -80,7 +87,7 @@ class App:
             topic_filter(settings.allowed_topics, settings.project),
             create_command=partial(create_topic_command, settings),
         )
-        host = Host(progress=touch_file)
+        host = Host(progress=self._progress)
         history = History()
         self.relay = relay_of(
             settings, self.store, publisher, self.membership, metrics=metrics, host=host, history=history
@@ -98,7 +105,7 @@ class App:
             self.membership,
             poll_interval=settings.poll_interval,
             idle_interval=self._idle_interval if self._stream else None,
-            touch_file=touch_file,
+            touch_file=self._progress,
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
@@ -118,6 +125,12 @@ class App:
         """Return why the last turn failed, or None if it did not."""
         return self._worker.failure
 
+    def _progress(self) -> None:
+        """Note that the thread of the worker goes on. The liveness probe must fail if that is of no use."""
+        self._steps += 1
+        if not self._worker.is_useless:
+            self._touch_file()
+
     def _idle_interval(self) -> float:
         """Return the max seconds between polls: the longer interval only while the change stream works."""
         interval = self._settings.poll_interval
@@ -129,12 +142,13 @@ class App:
         log.info(
             "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
         )
-        for each in self._background:
-            each.start()
         try:
+            for each in self._background:
+                each.start()
             in_time = run_on_thread(
-                lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.stop
-            )
+                lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.stop,
+                steps=lambda: self._steps,
+            )  # fmt: skip
         except StuckBatch as error:
             self._metrics.count(m.FORCED_STOP, 1, reason=m.STUCK)
             log.critical(
@@ -142,17 +156,25 @@ class App:
                 extra={"action": "stuck"},
             )  # fmt: skip
             return process.FAILED
-        except DatabaseMissing as error:
-            log.critical(
-                "The worker exits, because the database, the instance or a table has been missing for five minutes: %s",
-                error,
-                extra={"action": "missing"},
-            )
+        except StoreError as error:
+            extra = {"action": "missing"} if isinstance(error, DatabaseMissing) else {"action": "no_access"}
+            sentence = "The worker exits, because for %g s %s: %s"
+            log.critical(sentence, MAX_USELESS_SECONDS, lasting_reason(error), error, extra=extra)
             return process.NOT_REACHED
-        except Exception:
+        except Stalled as error:
+            self._on_stall()  # the log may be what blocks
+            self._metrics.count(m.FORCED_STOP, 1, reason=m.STUCK)
+            fields = {"error.stack": str(error)}
             log.critical(
-                "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
-            )
+                "The worker has done nothing for %g s, so it exits.", MAX_AGE,
+                extra={"action": "stalled", "fields": fields},
+            )  # fmt: skip
+            return process.FAILED
+        except Exception as error:
+            sentence = "The worker failed with an unexpected error. Please report it."
+            if isinstance(error, RuntimeError) and "new thread" in str(error):
+                sentence = "No thread can be started, so the worker exits. Raise its limit of processes."
+            log.critical("%s", sentence, exc_info=True, extra={"action": "died"})
             return process.FAILED
         else:
             if in_time or not self.relay.batches:  # without batches, only a read of the last turn has no answer
@@ -175,10 +197,21 @@ def worker_id() -> str:
     return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
 
 
+class Stalled(Exception):
+    """The thread of the worker has made no step for MAX_AGE. The text is its stack."""
+
+
 def run_on_thread(
-    work: Callable[[], None], stop: threading.Event, shutdown_timeout: float, on_stop: Callable[[], None]
+    work: Callable[[], None],
+    stop: threading.Event,
+    shutdown_timeout: float,
+    on_stop: Callable[[], None],
+    steps: Callable[[], int],
 ) -> bool:
-    """Call `work` on a thread. Return whether it ended in time after `stop`. Raise its exception here."""
+    """Call `work` on a thread. Return whether it ended in time after `stop`. Raise its exception here, or Stalled.
+
+    `steps` returns a number that changes while the thread makes progress.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -189,8 +222,14 @@ def run_on_thread(
 
     thread = threading.Thread(target=run, name="worker", daemon=True)
     thread.start()
+    seen, checks = steps(), 0
     while thread.is_alive() and not stop.is_set():
         thread.join(_CHECK_SECONDS)
+        # Checks are counted, and not the time, because the process may have been suspended.
+        checks = checks + 1 if steps() == seen else 0
+        seen = steps()
+        if checks * _CHECK_SECONDS > MAX_AGE:
+            raise Stalled("".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0))))  # noqa: SLF001 - documented
     on_stop()
     thread.join(shutdown_timeout)
     if errors:

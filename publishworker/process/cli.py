@@ -38,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = (signal.SIGTERM,) if code is None else (signal.SIGTERM, signal.SIGINT)
     try:
         with exit_on(*numbers, code=code):
+            from outbox.program import logs  # noqa: PLC0415 - the same
             from outbox.program.terminal import ended, prepare_streams  # noqa: PLC0415 - the same
 
             prepare_streams()
+            logs.begin(given, is_service=given[:1] in (["run"], ["drain"]))
             return ended("publishworker", lambda: _run(given))
     finally:
         try:
@@ -95,6 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     checks.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
     )
-    add_verify_flags(add("verify", _verify, "Verify plans, locks, roles and speed on a scratch database."))
+    add_verify_flags(add("verify", _verify, "Verify plans, locks and roles on a scratch database."))
     subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import os
 import signal
@@ -49,6 +50,8 @@ _ONE_REGION = (
 _BYPASSED = "bypasses the outbox: see docs/operations/deploy.md#let-only-the-worker-publish"
 #: The roles that may publish to a topic.
 _PUBLISH = ("roles/pubsub.publisher", "roles/pubsub.editor", "roles/pubsub.admin", "roles/editor", "roles/owner")
+#: Seconds for the last log lines of a worker that hangs.
+END_SECONDS = 10.0
 #: A line of the output of `check`: `ok`, `unknown`, `warning`, `wrong`, `missing` or `unreachable`, and a text.
 Finding = tuple[str, str]
 
@@ -94,11 +97,15 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
         log.warning("%s", sentence, extra={"action": "unknown_variable"})
-    metrics = Metrics(client(settings.metrics))
+    id = worker_id()
+    metrics = Metrics(client(settings.metrics, id))
     with contextlib.ExitStack() as stack:
         stack.callback(metrics.stop)
-        touch_file = heartbeat_file(Path(settings.heartbeat_file))
-        worker = App(settings, id=worker_id(), metrics=metrics, touch_file=touch_file)
+        path = Path(settings.heartbeat_file.replace("*", str(os.getpid())))
+        if "*" in settings.heartbeat_file:
+            stack.callback(path.unlink, missing_ok=True)  # a later process may have the same ID
+        touch_file = heartbeat_file(path)
+        worker = App(settings, id=id, metrics=metrics, touch_file=touch_file, on_stall=end_soon)
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():
             yield worker, stop
@@ -135,6 +142,12 @@ def heartbeat_file(path: Path) -> Callable[[], None]:
             throttled_log.log("heartbeat", "", f"{reason}. `publishworker healthcheck` will fail.")
 
     return touch
+
+
+def end_soon() -> None:
+    """End the process with code 1 in END_SECONDS, even if its last log lines or its exit block."""
+    nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - the file is in use until the end
+    faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=nowhere)
 
 
 def collect_garbage_rarely() -> None:

@@ -20,6 +20,7 @@ from outbox.program.settings import fields_of
 from outbox.table.states import UNSENT
 from publishworker.log import ThrottledLog, log
 from publishworker.process.worker_settings import RelaySettings
+from publishworker.pubsub.failures import REASONS, FailureKind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History, size
 from publishworker.telemetry.metrics import Metrics
@@ -32,6 +33,8 @@ REPORT_SECONDS = 15.0
 MAX_BYTES, MAX_OTHER_BYTES = 12_000, 4_000
 #: Max bytes of the list of shards. Only a worker with hundreds of scattered shards has more.
 MAX_SHARD_BYTES = 2_000
+#: Failures after which a task is dead in its first attempt.
+DEAD_AT_ONCE = tuple(each.name for each in REASONS if each.kind is FailureKind.CONTENT)
 #: Max characters of an error, and of the value of a setting.
 MAX_CHARACTERS = 200
 
@@ -62,6 +65,9 @@ class WorkerGauges:
             self._metrics.zero(m.FORCED_STOP, reason=reason)
         for topic in self._relay.topics:
             self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
+            self._metrics.zero(m.UNCONFIRMED, topic=topic)  # the first event is an alarm, as above
+            for reason in DEAD_AT_ONCE:
+                self._metrics.zero(m.DEAD, topic=topic, reason=reason)
         circuits = load.circuits.items()
         states = {(topic,): m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits}
         self._metrics.gauges(m.CIRCUIT_STATE, states)

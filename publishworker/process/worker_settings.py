@@ -88,7 +88,7 @@ class WorkerSettings(RelaySettings):
     heartbeat_file: str = setting(
         HEARTBEAT_FILE,
         matching(r".+", "a path that the worker can write to"),
-        "File that the worker touches; see healthcheck.",
+        "File that the worker touches; * stands for its process ID. See healthcheck.",
     )
 
 

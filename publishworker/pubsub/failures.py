@@ -6,7 +6,7 @@ from typing import Any
 
 #: How gRPC begins the details of a call that was not sent because the credentials gave no token. The status is
 #: UNAVAILABLE, as for an unavailable service (grpc/src/core/lib/security/credentials/plugin/plugin_credentials.cc).
-_NO_CREDENTIALS = "Getting metadata from plugin failed"
+NO_CREDENTIALS = "Getting metadata from plugin failed"
 
 
 class FailureKind(enum.Enum):
@@ -80,7 +80,7 @@ def is_refused(reason: str) -> bool:
 
 def reason_of(error: Any) -> str:
     """Return the reason of a gRPC error: its status in lower case, or `credentials` if there was no token."""
-    if (error.details() or "").startswith(_NO_CREDENTIALS):
+    if (error.details() or "").startswith(NO_CREDENTIALS):
         return "credentials"
     name: str = error.code().name
     return name.lower()

@@ -9,6 +9,7 @@ from google.rpc.error_details_pb2 import ResourceInfo
 from outbox.errors import NotReached
 from outbox.table.connection import UNANSWERED
 from outbox.table.transactions import CONTENT
+from publishworker.pubsub.failures import NO_CREDENTIALS
 
 #: The errors that the client raises for a request.
 SERVICE_ERRORS = (google.GoogleAPICallError, google.RetryError, GoogleAuthError)
@@ -47,6 +48,15 @@ def error_class(error: Exception) -> type[StoreError]:
     if (isinstance(error, google.NotFound) and not is_lost_session(error)) or _TABLE_MISSING in str(error):
         return DatabaseMissing
     return Refused if isinstance(error, CONTENT) else NotWritten
+
+
+def lasting_reason(error: StoreError) -> str | None:
+    """Return why Spanner refuses the request until a person acts, or None if the failure may end by itself."""
+    if isinstance(error, DatabaseMissing):
+        return "the database, the instance or a table has been missing"
+    cause = getattr(error.__cause__, "cause", None) or error.__cause__
+    no_access = isinstance(cause, (google.PermissionDenied, google.Unauthenticated, GoogleAuthError))
+    return "Spanner has refused its credentials or permissions" if no_access or NO_CREDENTIALS in str(cause) else None
 
 
 def is_lost_session(error: BaseException | None) -> bool:

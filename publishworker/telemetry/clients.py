@@ -4,12 +4,14 @@ import importlib
 import logging
 import os
 import time
+import uuid
 from typing import Any
+from urllib.parse import urlsplit
 
 from outbox import __version__
 from outbox.base.start import install
 from outbox.errors import SettingError
-from outbox.program.settings import one_of
+from outbox.program.settings import SettingType, one_of
 from publishworker.log import log
 from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
 
@@ -33,10 +35,13 @@ BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 360
 TASKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-def client(kind: str) -> Client | None:
-    """Return the client of a kind, or None if no metrics are wanted or no agent is configured. Raises SettingError."""
+def client(kind: str, instance: str = "") -> Client | None:
+    """Return the client of a kind, or None if no metrics are wanted or no agent is configured. Raises SettingError.
+
+    `instance` is unique to this process, as a worker's ID.
+    """
     if kind == "opentelemetry":
-        return _opentelemetry() if _chosen(EXPORTER, "otlp", "none") == "otlp" else None
+        return _opentelemetry(instance or str(uuid.uuid4())) if _chosen(EXPORTER, "otlp", "none") == "otlp" else None
     return _datadog() if kind == "datadog" else None
 
 
@@ -63,7 +68,7 @@ def _datadog() -> Client | None:
     return client
 
 
-def _opentelemetry() -> Client:
+def _opentelemetry(instance: str) -> Client:
     """Return a client that exports to OTEL_EXPORTER_OTLP_ENDPOINT over OTLP.
 
     The standard variables apply: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables. The
@@ -84,7 +89,9 @@ def _opentelemetry() -> Client:
     # The exporter logs each failed attempt.
     lost = _LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
     try:
-        resource = Resource.create()
+        # Without an ID for each process, the collector takes two workers for one.
+        defaults = Resource({"service.instance.id": instance, "service.version": __version__})
+        resource = defaults.merge(Resource.create())
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "publishworker"}))
         # Otherwise the SDK exports a gauge forever, also the backlog of a worker that another one has replaced.
@@ -100,6 +107,9 @@ def _exporter_class() -> Any:
     names = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = _chosen(next(filter(os.environ.get, names), names[1]), *EXPORTERS)
     package = EXPORTERS[protocol]
+    for name in ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        if text := os.environ.get(name):  # the exporter would fail at each export
+            SettingType(_url, "http:// or https://, a host, and perhaps a port and a path").value(text, name)
     try:
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.metric_exporter")
     except ImportError as error:
@@ -108,6 +118,12 @@ def _exporter_class() -> Any:
             f"opentelemetry-exporter-otlp-proto-{package}. Another protocol can be set in {names[0]}"
         ) from error
     return module.OTLPMetricExporter
+
+
+def _url(text: str) -> None:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:  # a wrong port raises ValueError
+        raise ValueError(text)
 
 
 def _chosen(name: str, *choices: str) -> str:

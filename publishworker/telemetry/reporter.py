@@ -207,6 +207,8 @@ class Reporter:
         """Count all failures. Log recorded attempts as warnings, and the others at DEBUG."""
         topic, failed, recorded = delivered.claim.topic, delivered.failed(), delivered.recorded
         self._count(m.FAILED, topic, failed.values())
+        for reason in {failed[id].reason for id in recorded if id in failed}:
+            self._metrics.zero(m.DEAD, topic=topic, reason=reason)  # so that a later death is an increase
         self._count(m.DEAD, topic, [failed[id] for id, attempt in recorded.items() if attempt.dead])
         same = defaultdict[tuple[object, ...], list[str]](list)
         for id, failure in failed.items():

@@ -154,10 +154,11 @@ class InFlight:
         return frozenset(key for claim in claims for key in claim.keys)
 
     def start(self, claim: Claim) -> None:
-        """Start a batch."""
+        """Start a batch. Raises RuntimeError if the process may have no further thread."""
         entry = _Entry(self._delivery_of(claim))
-        self._running[entry] = self._host.threads.thread("batch", self._run, entry)  # OUT-DELAY-2
-        self._running[entry].start()
+        thread = self._host.threads.thread("batch", self._run, entry)  # OUT-DELAY-2
+        thread.start()  # only then, because nothing would end a batch whose thread has not started
+        self._running[entry] = thread
         self._started.append(entry)
 
     def raise_if_stuck(self) -> None:

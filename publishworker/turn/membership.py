@@ -58,6 +58,8 @@ class Membership:
         self._worker = worker
         #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
         self.idle = False
+        #: Whether a turn has failed since the last heartbeat. A turn that is only slow says nothing about the others.
+        self.turn_failed = False
         #: Returns the information about this worker for its heartbeat. The argument is the shards that it polls.
         self.info: Callable[[Sequence[int]], Mapping[str, object] | None] = lambda _shards: None
         self._is_assigned = False
@@ -120,8 +122,9 @@ class Membership:
 
     @property
     def _is_silent(self) -> bool:
-        """Tell whether this worker's last heartbeat was not written, or has timed out."""
-        return self._failure is not None or self._liveness_timeout <= self._clock() - self._heartbeat_at < math.inf
+        """Tell whether an outage has kept this worker from writing its heartbeat in time."""
+        is_late = self._liveness_timeout <= self._clock() - self._heartbeat_at < math.inf
+        return self._failure is not None or (self.turn_failed and is_late)
 
     @property
     def _can_tell(self) -> bool:
@@ -144,7 +147,7 @@ class Membership:
             raise
         if was_silent:
             self._writes_since = self._heartbeat_at
-        self._failure = None
+        self._failure, self.turn_failed = None, False
 
     def _write_row(self, layouts: Sequence[Layout]) -> None:
         liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS

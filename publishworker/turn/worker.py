@@ -9,14 +9,14 @@ from random import Random
 
 from outbox.base.schedules import OUTAGE, TURN, Backoff
 from publishworker.log import log
-from publishworker.spanner.write_errors import DatabaseMissing, StoreError
+from publishworker.spanner.write_errors import StoreError, lasting_reason
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
 
-#: Seconds without the database or its table after which the worker ends: waiting does not bring a dropped database
-#: back.
-MAX_MISSING_SECONDS = 300.0
+#: Seconds after which the worker ends if it cannot work until a person acts, so that its platform shows it. A restart
+#: also reads a key file that was replaced.
+MAX_USELESS_SECONDS = 240.0
 
 
 class Worker:
@@ -54,12 +54,17 @@ class Worker:
         self._unfinished = False
         #: Why the last turn failed, or None if it did not.
         self.failure: StoreError | None = None
-        self._missing_since: float | None = None
+        self._useless_since: float | None = None
+
+    @property
+    def is_useless(self) -> bool:
+        """Tell whether turns fail until a person acts, so that the liveness probe must fail. Callable on any thread."""
+        return self._useless_since is not None
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
         """Run turns until `stop` or `until(turn)`, and finish.
 
-        Raises StuckBatch, and DatabaseMissing if the database has been missing for MAX_MISSING_SECONDS.
+        Raises StuckBatch, and StoreError if for MAX_USELESS_SECONDS only a person could end the failures.
         """
         try:
             self._run_turns(stop, until)
@@ -90,6 +95,7 @@ class Worker:
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
                 self._note_outage(error)
+                self._membership.turn_failed = True
                 stop.wait(self._outage_pauses.next())
                 continue
             self._note_success()
@@ -135,17 +141,17 @@ class Worker:
             self._membership.heartbeat()
 
     def _note_outage(self, error: StoreError) -> None:
-        """Log the beginning of an outage. Raise the error if the database has been missing for too long."""
+        """Log the beginning of an outage. Raise the error if it has long needed a person."""
         if not self.failure:
             log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
         self.failure = error
-        since = self._clock() if self._missing_since is None else self._missing_since
-        self._missing_since = since if isinstance(error, DatabaseMissing) else None
-        if self._missing_since is not None and self._clock() - since >= MAX_MISSING_SECONDS:
+        since = self._clock() if self._useless_since is None else self._useless_since
+        self._useless_since = since if lasting_reason(error) else None
+        if self._useless_since is not None and self._clock() - since >= MAX_USELESS_SECONDS:
             raise error
 
     def _note_success(self) -> None:
-        self._missing_since = None
+        self._useless_since = None
         if self.failure:
             self.failure = None
             self._outage_pauses.reset()

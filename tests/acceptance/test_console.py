@@ -78,9 +78,8 @@ def test_faults_of_a_start_are_one_sentence(outbox: Commands, tmp_path: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = outbox.here("console", "--bind", address)
-    assert (done.code, done.stderr) == (
-        1, f"outbox: cannot listen at 127.0.0.1, port {address[10:]}: Address already in use. Pass another --bind\n",
-    )  # fmt: skip
+    sentence = f"cannot listen at 127.0.0.1, port {address[10:]}: Address already in use. Pass another --bind"
+    assert (done.code, json.loads(done.stderr)["message"]) == (1, sentence)
     (tmp_path / "roles.json").write_text("{")
     done = outbox.here("console", "--roles", str(tmp_path / "roles.json"))
     assert done.code == 2

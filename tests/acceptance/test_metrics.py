@@ -19,6 +19,7 @@ from datadog.dogstatsd.base import DogStatsd
 from google.cloud.spanner_v1.database import Database
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
+from outbox import __version__
 from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import attribute_of, client, unit_of
@@ -350,7 +351,7 @@ def test_a_collector_receives_the_table_of_metrics(collector: Collector, monkeyp
     """Names, units, kinds and attributes, at the stop at the latest."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server.server_port}")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.namespace=shop")
-    metrics = Metrics(client("opentelemetry"))
+    metrics = Metrics(client("opentelemetry", "worker-1"))
     report: dict[str, Any] = {"count": metrics.count, "gauge": metrics.gauge, "distribution": metrics.sample}
     for metric in m.METRICS:
         report[metric.type](metric, 1, **dict.fromkeys(metric.tags, "x"))
@@ -361,6 +362,7 @@ def test_a_collector_receives_the_table_of_metrics(collector: Collector, monkeyp
     attributes_of = collector.requests[-1].resource_metrics[0].resource.attributes
     resource = {each.key: each.value.string_value for each in attributes_of}
     assert (resource["service.name"], resource["service.namespace"]) == ("publishworker", "shop")
+    assert (resource["service.instance.id"], resource["service.version"]) == ("worker-1", __version__)
 
 
 def test_a_gauge_is_exported_only_after_it_was_set(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:

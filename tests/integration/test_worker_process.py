@@ -1,5 +1,6 @@
 """What a worker needs around its loop: connections, endpoints, the change stream, and `check` and `verify`."""
 
+import contextlib
 import json
 import logging
 import os
@@ -12,17 +13,18 @@ from unittest import mock
 import google.auth
 import grpc
 import pytest
-from google.api_core.exceptions import PermissionDenied
+from google.api_core.exceptions import DeadlineExceeded, PermissionDenied
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
+from outbox.base.schedules import Schedule
 from outbox.devtools.emulators import Emulators
 from outbox.program.channels import open_pubsub
-from outbox.table import ddl
-from outbox.table.connection import open_database
+from outbox.table import connection, ddl
+from outbox.table.connection import LimitedDatabase, open_database
 from publishworker.process import cli, verify
 from publishworker.process.app import open_store
 from publishworker.process.verify import CHECKS
@@ -229,8 +231,7 @@ def small(emulators: Emulators, spanner_instance: Instance, monkeypatch: pytest.
     """Few tasks and short waits; afterwards no database and no topic is left, whatever a test did."""
     for name, value in emulators.environment().items():
         monkeypatch.setenv(name, value)
-    for name, number in {"BATCH_SIZES": (10, 50), "SWEPT_TASKS": 50, "HELD_SECONDS": 0.5}.items():
-        monkeypatch.setattr(verify, name, number)
+    monkeypatch.setattr(verify, "HELD_SECONDS", 0.5)
     yield spanner_instance
     spanner_instance.database(NAME).drop()
 
@@ -242,8 +243,8 @@ def test_all_checks_run_and_nothing_is_left(small: Instance, capsys: pytest.Capt
     found = {each["name"]: each for each in json.loads(out)["checks"]}
     assert list(found) == list(CHECKS)
     assert {name: each["verdict"] for name, each in found.items()} == {
-        **dict.fromkeys(("schema", "load", "locks", "batch sizes"), "passed"),
-        **dict.fromkeys(("roles", "plans", "commit delays"), "not available"),
+        **dict.fromkeys(("schema", "load", "locks"), "passed"),
+        **dict.fromkeys(("roles", "plans"), "not available"),
     }
     assert found["load"]["figures"]["rows"] == 100
     assert [line.split(": ")[1] for line in err.splitlines()] == [
@@ -261,6 +262,42 @@ def test_tasks_are_loaded_although_the_clock_of_this_machine_is_ahead(
     settings: Any = place(own_database.database_id)
     verify.Scratch(settings, open_database(settings), 20).load()
     assert query(own_database, "SELECT COUNTIF(SentAt IS NOT NULL) FROM AsynchronousTasks") == [[18]]
+
+
+class Late(LimitedDatabase):
+    """A database whose commits are executed, and answered too late: every second one, or all."""
+
+    every = 2
+
+    def batch(self, *arguments: Any, **options: Any) -> Any:
+        Late.commits += 1
+        return super().batch(*arguments, **options) if Late.commits % self.every else _late(super().batch())
+
+    commits = 0
+
+
+@contextlib.contextmanager
+def _late(batch: Any) -> Iterator[Any]:
+    with batch as entered:
+        yield entered
+    raise DeadlineExceeded("no answer in time")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("every", "loaded"), [(2, "passed"), (1, "failed")])
+def test_late_commits_are_repeated_by_their_ids(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], every: int, loaded: str
+) -> None:
+    """If commits stay late, the checks of the rows are not run, because they would judge half of them."""
+    monkeypatch.setattr(verify, "LOAD_ROWS", 40)
+    monkeypatch.setattr(verify, "CALL", Schedule(0.0, 0.0))
+    monkeypatch.setattr(connection, "LimitedDatabase", Late)
+    monkeypatch.setattr(Late, "every", every)
+    monkeypatch.setattr(Late, "commits", 0)
+    cli.main([*FLAGS, "--yes", "--json"])
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
+    assert found["load"]["verdict"] == loaded
+    assert (found["plans"]["verdict"] == "not run") is (loaded == "failed")
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,8 @@ def test_what_an_executor_lacks_is_one_sentence(shop: Shop, variable: str, sente
     """The driver has it. The exit code says that something is missing."""
     conf = {f"spark.executorEnv.{variable}": "", "spark.task.maxFailures": "1"}
     done = shop.cluster.submit(*shop.register(10), variables=shop.variables, conf=conf)
-    [error] = re.findall(r"^outbox-pipeline: (.*)$", done.stderr, re.MULTILINE)
-    assert sentence in error
+    [line] = [each for each in done.stderr.splitlines() if '"logger.name": "outbox-pipeline"' in each]
+    assert sentence in json.loads(line)["message"]
     assert done.code == 3
 
 

@@ -271,8 +271,8 @@ def test_a_java_that_does_not_start_is_one_sentence(
     done = as_process(target, emulators, *arguments, JAVA_HOME=str(tmp_path))
     assert (done.code, done.stdout) == (3, "")
     assert ("no room for a heap\n" if is_there else "No such file") in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("outbox-pipeline: Java did not start Spark. The messages above say why. Spark needs Java 17")
+    last = json.loads(done.stderr.splitlines()[-1])["message"]
+    assert last.startswith("Java did not start Spark. The messages above say why. Spark needs Java 17")
     assert "Traceback" not in done.stderr
 
 

@@ -214,7 +214,7 @@ def _default_zero(series: Series) -> Series:
 
 def _minutes(type: str, points: Mapping[int, list[float]], begin: int, end: int, *, fill: bool = False) -> Row:
     """Return the values of a series. With `fill`, a gauge keeps its last value for GAP minutes."""
-    combine: Callable[[list[float]], float] = {"count": _AGGREGATE["sum"], "gauge": max}.get(type, _mean)
+    combine: Callable[[list[float]], float] = _mean if type == "distribution" else sum if type == "count" else max
     row: Row = [combine(points[at]) if at in points else None for at in range(begin, end)]
     if type == "gauge":
         known = [place for place, value in enumerate(row) if value is not None]

@@ -4,22 +4,24 @@ import base64
 import hashlib
 import re
 import shlex
+import threading
 from datetime import UTC, datetime, timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlencode
 
 import pytest
 from starlette.datastructures import QueryParams
 
-from outbox import cli
+from outbox import admin, cli
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
 from outbox.admin.selections import TaskSelection
 from outbox.base.values import shown
 from outbox.console.operation_pages import address_of, command_of, selection_of
 from outbox.console.roles import Refused
-from outbox.console.visits import _ENVIRONMENT, CONTENTS, FILES, Visit, described
+from outbox.console.visits import _ENVIRONMENT, CONTENTS, FILES, Running, Visit, described
 from outbox.table.states import CANCELLED, CHANGED, STATES
 from publishworker.pubsub.failures import REASONS, FailureKind
 from tests.support.console import bare_console
@@ -58,6 +60,18 @@ def test_relative_times_count_from_now_and_empty_fields_do_not_narrow() -> None:
 @pytest.mark.parametrize("text", ["2026-11-26 11:30", "2026-11-26T11:30:00", " 2026-11-26 11:30 UTC ", "30m"])
 def test_a_time_without_an_offset_is_in_utc_as_all_times_of_a_page(text: str) -> None:
     assert read({"since": text}).since == NOW - timedelta(minutes=30)
+
+
+def test_an_operation_whose_thread_cannot_start_can_be_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a limit of processes. Otherwise it would be running until the console ends."""
+    executed = threading.Event()
+    monkeypatch.setattr(admin.changes, "resume", lambda _table, _id: executed.set() or ())
+    running = Running(mock.Mock())
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        running.start("an-id")
+    assert (running.ids, "can't start new thread" in running.errors["an-id"]) == (set(), True)
+    running.start("an-id")
+    assert executed.wait(10)
 
 
 def test_a_window_that_the_commands_refuse_is_refused() -> None:

@@ -1,10 +1,12 @@
 """What commands write: no value of a row or a log line harms a terminal, a program, or the stream's encoding."""
 
+import contextlib
 import io
 import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -259,6 +261,56 @@ def test_an_output_that_cannot_be_written_is_one_sentence(  # noqa: PLR0917 - pa
     code = main(["--version"])
     assert (code, capfd.readouterr().err) == (3, f"{program}: cannot write the output: {why}\n")
     sys.stdout.close()  # nothing is left that fails again at exit
+
+
+@pytest.mark.parametrize("wrong", ["--concurrency=x", "--project", "--nope"])
+@pytest.mark.parametrize(
+    ("main", "words", "flag", "variable", "is_json"),
+    [
+        (publishworker, "run", "", "", True),
+        (publishworker, "run", "--log-format=text", "", False),
+        (publishworker, "drain", "", "text", False),
+        (publishworker, "drain", "--log-format=json", "text", True),
+        (publishworker, "check", "", "", False),
+        (outbox, "status", "", "", False),
+        (outbox, "status", "", "json", True),
+        (outbox_pipeline, "audit", "", "", True),
+    ],
+)
+def test_why_a_program_does_not_start_is_a_line_of_its_log(  # noqa: PLR0917 - parameters and fixtures
+    main: Callable[[list[str]], int], words: str, flag: str, variable: str, is_json: bool, wrong: str,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Otherwise a collector of JSON lines does not know its severity. Sentences are for people."""
+    monkeypatch.setenv("OUTBOX_LOG_FORMAT", variable)
+    with contextlib.suppress(SystemExit):
+        assert main([words, *filter(None, [flag]), wrong]) == 2
+    error = capfd.readouterr().err
+    if is_json:
+        assert (line := json.loads(error))["severity"] == "ERROR"
+        assert wrong.partition("=")[0] in line["message"]
+    else:
+        assert not error.startswith("{")
+
+
+FAILS = """
+import sys, threading
+from outbox.program import logs
+logs.configure("json")
+thread = threading.Thread(target=lambda: 1 / 0, name="sender")
+thread.start(), thread.join()
+type("Client", (), {"__del__": lambda self: 1 / 0})()
+raise KeyError("no")
+"""
+
+
+def test_an_uncaught_exception_is_a_line_of_the_log() -> None:
+    """Of the program, of a thread and of a callback, which are those of packages."""
+    lines = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, check=False).stderr
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert [each["error.kind"] for each in found] == ["ZeroDivisionError", "ZeroDivisionError", "KeyError"]
+    assert {(each["action"], each["severity"]) for each in found} == {("uncaught", "CRITICAL")}
+    assert found[0]["message"] == "Thread sender ended with an unexpected error: division by zero"
 
 
 @pytest.mark.parametrize("main", [outbox, publishworker, outbox_pipeline])

@@ -293,7 +293,7 @@ def test_a_report_is_sent_every_15_seconds() -> None:
         relay.report()
         relay.seconds += 1
     client = relay.client
-    zeros = dict.fromkeys((m.PUBLISHED.name, m.FORCED_STOP.name), 0)
+    zeros = dict.fromkeys((m.PUBLISHED.name, m.FORCED_STOP.name, m.DEAD.name, m.UNCONFIRMED.name), 0)
     assert client.counts == {m.HEARTBEAT.name: 4, **zeros}  # 0 is sent, so that a first event is an increase
     assert client.samples == [(m.IN_FLIGHT.name, 3, [], 1)] * relay.asked == [(m.IN_FLIGHT.name, 3, [], 1)] * 4
     assert client.gauges[m.WORKERS.name,] == 1

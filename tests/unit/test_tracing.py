@@ -168,14 +168,18 @@ def test_a_failed_task_is_logged_with_its_trace(capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("current")
-def test_log_lines_carry_the_current_trace(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_carry_the_current_trace(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A field of the line itself goes first."""
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "shop")
     log = logging.getLogger("publishworker")
     log.warning("of the span")
     log.warning("of a task", extra={"fields": {"trace_id": "1" * 32}})
     first, second = (json.loads(logs.JsonFormatter().format(record)) for record in caplog.records)
     assert (first["trace_id"], first["span_id"]) == (f"{TRACE:032x}", f"{SPAN:016x}")
+    of_google = (first["logging.googleapis.com/trace"], first["logging.googleapis.com/spanId"])
+    assert of_google == (f"projects/shop/traces/{TRACE:032x}", f"{SPAN:016x}")
     assert second["trace_id"] == "1" * 32
+    assert "span_id" not in second  # it is of another trace
 
 
 def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
@@ -186,6 +190,7 @@ def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
     assert "\n" not in line
     assert (entry["status"], entry["message"], entry["action"]) == ("warning", "3 tasks\nfailed", "delivery_failed")
     assert entry["logger.name"] == "publishworker"
+    assert (entry["severity"], entry["severity_number"], entry["time"]) == ("WARNING", 13, entry["timestamp"])
     try:
         1 // 0  # noqa: B018 - raises
     except ZeroDivisionError:
@@ -227,6 +232,7 @@ def test_a_repeated_warning_is_logged_once_a_minute(caplog: pytest.LogCaptureFix
 
 
 EXPORTER = "OTEL_METRICS_EXPORTER"
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ALL, METRICS = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
 OF_GRPC = "opentelemetry.exporter.otlp.proto.grpc.metric_exporter"
 
@@ -259,10 +265,13 @@ def test_the_exporter_has_the_protocol_of_the_variables(
         ({METRICS: "http/json"}, f"{METRICS}: 'http/json' is not allowed. It must be http/protobuf or grpc"),
         ({ALL: "gprc"}, f"{ALL}: 'gprc' is not allowed. It must be http/protobuf or grpc. Did you mean 'grpc'"),
         ({EXPORTER: "console"}, f"{EXPORTER}: 'console' is not allowed. It must be otlp or none"),
+        ({ENDPOINT: "collector:4318"}, f"{ENDPOINT}: 'collector:4318' is not allowed. It must be http:// or https://"),
+        ({ENDPOINT: "http://collector:x"}, f"{ENDPOINT}: 'http://collector:x' is not allowed"),
+        ({ENDPOINT: "http://:4318"}, f"{ENDPOINT}: 'http://:4318' is not allowed"),
         ({ALL: "grpc"}, "exporter for grpc is missing. Install it: pip install opentelemetry-exporter-otlp-proto-grpc"),
     ],
 )
-def test_a_protocol_that_cannot_be_used_is_a_sentence(
+def test_a_protocol_or_an_endpoint_that_cannot_be_used_is_a_sentence(
     variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, OF_GRPC, None)
@@ -279,7 +288,7 @@ def test_the_variable_of_the_exporter_turns_metrics_off(
 ) -> None:
     """Nothing is imported or started then, and no value of another variable matters."""
     created = object()
-    monkeypatch.setattr(clients, "_opentelemetry", lambda: created)
+    monkeypatch.setattr(clients, "_opentelemetry", lambda _instance: created)
     monkeypatch.setenv(EXPORTER, value)
     assert clients.client("opentelemetry") is (created if exports else None)
 

@@ -1,5 +1,6 @@
 """The worker: its loop, its heartbeats and its shards, and how its process ends."""
 
+import itertools
 import logging
 import os
 import signal
@@ -16,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from google.api_core.exceptions import ServiceUnavailable
+from google.api_core.exceptions import PermissionDenied, RetryError, ServiceUnavailable, Unauthenticated
+from google.auth.exceptions import RefreshError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +26,10 @@ from outbox.base.schedules import RECONNECT
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker import process
+from publishworker.host import Threads
+from publishworker.process import app as app_module
 from publishworker.process import healthcheck
-from publishworker.process.app import App, run_on_thread
+from publishworker.process.app import App, Stalled, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, SpannerStore, Workers, any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
@@ -33,10 +37,10 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
-from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
+from publishworker.turn.worker import MAX_USELESS_SECONDS, Worker
 from publishworker.types import Next, TopicKey, Turn
-from tests.support.fakes import Counted, FakeStore
-from tests.support.parts import claim_of, poll_request
+from tests.support.fakes import Counted, FakePublisher, FakeStore, serialized
+from tests.support.parts import claim_of, poll_request, relay_of
 
 WORK, IDLE, AWAY = Turn(published=1, next=Next.AT_ONCE), Turn(), StoreError("connection refused")
 
@@ -183,17 +187,67 @@ def test_an_error_ends_the_worker_after_its_batches(error: Exception, others: St
     assert script.store.seen_at == {}
 
 
-def test_a_missing_database_ends_the_worker_after_minutes() -> None:
-    """So that its pod restarts and shows it. A database that comes back in time, or an outage, does not end it."""
-    gone = DatabaseMissing("404 Database not found")
-    script = Script(*[gone] * 200)
-    with pytest.raises(DatabaseMissing, match="Database not found"):
+def caused_by(cause: Exception) -> StoreError:
+    error = StoreError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+NO_TOKEN = ServiceUnavailable("Getting metadata from plugin failed with error: invalid_grant")
+#: Failures that only a person can end.
+LASTING = (
+    DatabaseMissing("404 Database not found"),
+    *map(caused_by, (PermissionDenied("no"), Unauthenticated("no"), RefreshError("no"), NO_TOKEN)),
+    caused_by(RetryError("Timeout of 3 s exceeded", cause=NO_TOKEN)),
+)
+
+
+@pytest.mark.parametrize("lasting", LASTING, ids=lambda error: repr(error.__cause__ or error)[:40])
+def test_a_worker_that_cannot_work_until_a_person_acts_ends_within_five_minutes(lasting: StoreError) -> None:
+    """So that its platform restarts it and shows it. One that can work in between, or an outage, does not end it."""
+    script = Script(*[lasting] * 200)
+    with pytest.raises(StoreError, match=str(lasting)):
         script.run()
-    assert MAX_MISSING_SECONDS <= script.stop.seconds < MAX_MISSING_SECONDS + 10
-    for back in (IDLE, AWAY):
-        script = Script(*[*[gone] * 50, back] * 4, seconds=1)
+    assert MAX_USELESS_SECONDS <= script.stop.seconds < 300 - 30  # and a read takes up to 30 s
+    for back in (IDLE, AWAY, caused_by(ServiceUnavailable("no"))):
+        script = Script(*[*[lasting] * 40, back] * 5, seconds=1)
         script.run()
-        assert script.stop.seconds > MAX_MISSING_SECONDS
+        assert script.stop.seconds > MAX_USELESS_SECONDS
+
+
+def test_the_heartbeat_file_is_left_to_age_while_a_worker_cannot_work() -> None:
+    app, touched = mock.MagicMock(App), mock.Mock()
+    app._steps, app._touch_file = 0, touched
+    for app._worker.is_useless in (False, True, False):
+        App._progress(app)
+    assert (app._steps, touched.call_count) == (3, 2)
+
+
+class OneThreadLess(Threads):
+    """Threads of which the first cannot start, as with a limit of processes."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def thread(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = super().thread(name, target, *arguments)
+        self.left -= 1
+        if self.left == 0:
+            thread.start = mock.Mock(side_effect=RuntimeError("can't start new thread"))  # type: ignore[method-assign]
+        return thread
+
+
+def test_a_batch_whose_thread_cannot_start_ends_the_worker_at_once() -> None:
+    """Nothing would ever end that batch. The others are finished, and no task of it was claimed."""
+    store, stop = FakeStore(), threading.Event()
+    for id in "abc":
+        store.insert(id, "orders", serialized(b""))
+    relay = relay_of(store, FakePublisher(), size=1, batches=3, threads=OneThreadLess())
+    membership = Membership(store, "worker")
+    worker = Worker(relay, membership, poll_interval=1, touch_file=lambda: None, random=Random(1))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        worker.run(stop)
+    assert relay.batches == 0
 
 
 def test_the_heartbeat_row_is_written_in_long_waits() -> None:
@@ -295,6 +349,7 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
 SILENCES: dict[str, tuple[tuple[float, ...], tuple[float, ...], float]] = {
     # (when writes fail from and to), (when this worker's turns fail), the takeover
     "it can write": ((), (), 14.0),
+    "its turns are slow": ((), (), 15.0),
     "writes fail when the other one times out": ((13.0, 40.0), (), 40.0 + LIVENESS_TIMEOUT_SECONDS),
     "writes fail for a moment": ((3.0, 9.0), (), 9.0 + LIVENESS_TIMEOUT_SECONDS),
     "all fails": ((), (3.0, 40.0), 40.0 + LIVENESS_TIMEOUT_SECONDS),
@@ -310,10 +365,11 @@ def test_a_worker_takes_over_from_a_silent_one_when_it_has_long_been_able_to_wri
     member.heartbeat()
     part = member.see("me", "other")
     while len(member.shards) == len(part) and member.seconds < began + 100:
-        member.seconds += 0.5
+        member.seconds += 15.0 if case == "its turns are slow" else 0.5
         passed = member.seconds - began
         member.store.now = start + timedelta(seconds=passed)
         if turns and turns[0] <= passed < turns[1]:
+            member.turn_failed = True
             continue
         member.store.away = bool(writes) and writes[0] <= passed < writes[1]
         member.assign(member.store.workers())
@@ -384,6 +440,21 @@ def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
     assert "s old; the limit is 45 s" in capsys.readouterr().err
 
 
+def test_the_health_check_of_a_machine_reports_the_worst_of_its_running_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each worker has a file of its own, so that no other one hides that it hangs."""
+    pattern = str(tmp_path / "publishworker.*.heartbeat")
+    (tmp_path / "publishworker.999999999.heartbeat").touch()  # of a worker that was killed
+    assert healthcheck.main(["--heartbeat-file", pattern]) == 1
+    assert "No heartbeat" in capsys.readouterr().err
+    own, parent = (Path(pattern.replace("*", str(id))) for id in (os.getpid(), os.getppid()))
+    own.touch(), parent.touch()
+    assert healthcheck.main(["--heartbeat-file", pattern]) == 0
+    os.utime(own, (0, 0))
+    assert healthcheck.main(["--heartbeat-file", pattern]) == 1
+
+
 def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "publishworker"):
         heartbeat = heartbeat_file(tmp_path / "missing" / "heartbeat")
@@ -414,16 +485,26 @@ def test_a_worker_on_a_thread_ends_in_time_and_raises_its_defect() -> None:
     """After the stop it has its timeout and no more. A defect ends the command: there is no silent half-worker."""
     stop, release = threading.Event(), threading.Event()
     woken: list[bool] = []
-    assert run_on_thread(stop.set, stop, 5, lambda: woken.append(stop.is_set()))
+    steps = itertools.count()
+    assert run_on_thread(stop.set, stop, 5, lambda: woken.append(stop.is_set()), lambda: next(steps))
     assert woken == [True]
-    assert not run_on_thread(lambda: release.wait(30), stop, 0.01, lambda: None)
+    assert not run_on_thread(lambda: release.wait(30), stop, 0.01, lambda: None, lambda: next(steps))
     release.set()
 
     def work() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_on_thread(work, threading.Event(), 5, lambda: None)
+        run_on_thread(work, threading.Event(), 5, lambda: None, lambda: next(steps))
+
+
+def test_a_worker_that_hangs_is_noticed_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process then ends by itself, without a liveness probe."""
+    monkeypatch.setattr(app_module, "MAX_AGE", 0.5)
+    steps, release = itertools.chain(range(10), itertools.repeat(10)), threading.Event()
+    with pytest.raises(Stalled, match=r"release\.wait"):
+        run_on_thread(lambda: release.wait(60) and None, threading.Event(), 5, lambda: None, lambda: next(steps))
+    release.set()
 
 
 def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
@@ -440,6 +521,8 @@ def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
     [
         (StuckBatch([claim_of("orders", "a")], 121), 1, process.FAILED, "stuck"),
         (DatabaseMissing("no database"), 0, process.NOT_REACHED, "missing"),
+        (caused_by(PermissionDenied("no")), 0, process.NOT_REACHED, "no_access"),
+        (Stalled("a stack"), 1, process.FAILED, "stalled"),
         (ZeroDivisionError(), 0, process.FAILED, "died"),
         (None, 0, process.DONE, "stopped"),
         ("hangs", 1, 9, "shutdown_timeout"),
@@ -454,13 +537,14 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     run, seconds = (lambda *_: answered.wait(60), 0) if run == "hangs" else (run, 5)
     app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=seconds)
     app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.MagicMock(), mock.Mock(), Metrics(counted)
+    app._steps, app._on_stall = 0, mock.Mock()
     app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
     app._worker.run.side_effect, app.relay.batches = run, in_flight
     caplog.set_level("INFO", "publishworker")
     stop.set()
     assert App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9) == code
     assert [vars(line)["action"] for line in caplog.records] == ["start", action]
-    assert counted.counts[m.FORCED_STOP.name] == (action in {"stuck", "shutdown_timeout"})
+    assert counted.counts[m.FORCED_STOP.name] == (action in {"stuck", "stalled", "shutdown_timeout"})
     app.relay.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
     app._background[0].stop.assert_called_once_with()
     answered.set()
