@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
-from outbox.admin.history import MINUTES
+from outbox.rows.workers import MINUTES
 from publishworker.types import Delivered
 
 #: Max topics of one minute, and max reasons of failures of one topic. The figures of all topics include the others.

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from outbox import __version__
-from outbox.admin import backlog
-from outbox.admin import history as histories
-from outbox.admin.backlog import Backlog, Line
-from outbox.admin.history import MINUTES, History, Values
-from outbox.admin.workers import Worker
-from outbox.cli import status_commands
 from outbox.errors import OutboxError
 from outbox.program.terminal import bars
+from outbox.rows import backlog
+from outbox.rows.backlog import Backlog, Line
+from outbox.rows.workers import MINUTES, Worker
+from outbox_admin.status import last_hour as histories
+from outbox_admin.status import status_commands
+from outbox_admin.status.last_hour import History, Values
 from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History as Ring
