@@ -97,7 +97,7 @@ class Scratch:
                 for number in range(start, min(start + LOAD_ROWS, self.rows))
             ]  # fmt: skip
             # Not an insert, because a late commit is repeated with the same IDs.
-            self._committed(lambda batch, rows=rows: batch.insert_or_update("AsynchronousTasks", columns, rows))
+            self._committed(partial(_write_tasks, columns=columns, rows=rows))
 
     def _committed(self, write: Callable[[Any], T]) -> T:
         """Commit what a function buffers, again while commits are late, and return its result."""
@@ -125,7 +125,7 @@ def verify(options: argparse.Namespace) -> int:
         "changed. Continue?",
         yes=options.yes,
     )
-    found = {}
+    found: dict[str, Any] = {}
     with _created(settings, keep=options.keep) as database:
         scratch = Scratch(settings, database, options.rows)
         for number, (name, check) in enumerate(CHECKS.items(), 1):
