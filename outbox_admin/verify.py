@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -68,6 +69,11 @@ class Finding:
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
     plans: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def _write_tasks(batch: Any, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Add the tasks to a batch. A late commit is repeated, so they may exist."""
+    batch.insert_or_update("AsynchronousTasks", columns, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ def verify(options: argparse.Namespace) -> int:
         "changed. Continue?",
         yes=options.yes,
     )
-    found: dict[str, Any] = {}
+    found: dict[str, Finding] = {}
     with _created(settings, keep=options.keep) as database:
         scratch = Scratch(settings, database, options.rows)
         for number, (name, check) in enumerate(CHECKS.items(), 1):
