@@ -113,19 +113,25 @@ class Progress:
 
     id: str
     tasks: int = 0
-    #: A JSON object: the position of `selections.chunks`, and in `unchanged` the numbers of unchanged tasks by reason.
+    #: A JSON object: the position of `chunks.chunks`, in `unchanged` the numbers of unchanged tasks by reason, and in
+    #: `by` the process that wrote it.
     position: str | None = None
+    by: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:8], compare=False)
 
     def check(self, transaction: Transaction) -> None:
         """Lock the row. Raise NotContinued if this process must not go on.
 
         Two processes may work on one operation. Each chunk changes the row, so only one of them executes it.
         """
-        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), KeySet(keys=[[self.id]]))
-        if rows != [[self.tasks, self.position, None, None]]:
+        if not self.is_last(transaction):
             raise NotContinued(
                 f"operation {self.id} was stopped, finished, or continued by another process. See `outbox operations`"
             )
+
+    def is_last(self, transaction: Transaction) -> bool:
+        """Lock the row, and tell whether it is as this process has written it."""
+        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), KeySet(keys=[[self.id]]))
+        return rows == [[self.tasks, self.position, None, None]]
 
     def move(
         self, transaction: Transaction, tasks: int, unchanged: Mapping[str, int], position: str | None
@@ -133,7 +139,7 @@ class Progress:
         """Record a chunk that has changed so many tasks, and where the next one begins. `check` comes before it."""
         numbers = Counter(_unchanged(self.position)) + Counter(unchanged)
         texts: dict[str, Any] = json.loads(position or "{}") | ({"unchanged": numbers} if numbers else {})
-        after = Progress(self.id, self.tasks + tasks, json.dumps(texts))
+        after = Progress(self.id, self.tasks + tasks, json.dumps(texts | {"by": self.by}), self.by)
         update(transaction, self.id, Tasks=after.tasks, Position=after.position, SeenAt=COMMIT_TIMESTAMP)
         return after
 
@@ -208,22 +214,29 @@ def end(table: TaskTable, id: str, **columns: Any) -> None:
 
 def stop(table: TaskTable, id: str, author: Author) -> None:
     """Let no process execute a further chunk of an operation, and record who stopped it. Raises NotContinued."""
-    _mark(table, id, "stop", author, StoppedAt=COMMIT_TIMESTAMP)
+    table.transact(OPERATIONS_TAG, lambda writer: _mark(writer, table, id, "stop", author, StoppedAt=COMMIT_TIMESTAMP))
 
 
 def proceed(table: TaskTable, id: str, author: Author) -> None:
-    """Allow further chunks of an operation, and record who continues it. Raises NotContinued."""
-    _mark(table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP)
+    """Allow further chunks of an operation, and record who continues it. Raises NotContinued.
 
+    The position changes, so a process that has not noticed the stop executes no further chunk.
+    """
 
-def _mark(table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
     def work(transaction: Transaction) -> None:
-        if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[id]])) != [[None]]:
-            raise NotContinued(f"operation {id} is finished, or does not exist")
-        update(transaction, id, **columns)
-        record(transaction, table, name, {"operation": id}, author, FinishedAt=COMMIT_TIMESTAMP)
+        rows = transaction.read(OPERATIONS, ("Position",), KeySet(keys=[[id]]))
+        position = parsed(rows[0][0] or "{}") if rows else None
+        moved = json.dumps(position | {"by": new_id()}) if isinstance(position, dict) else rows and rows[0][0]
+        _mark(transaction, table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP, Position=moved)
 
     table.transact(OPERATIONS_TAG, work)
+
+
+def _mark(transaction: Transaction, table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
+    if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[id]])) != [[None]]:
+        raise NotContinued(f"operation {id} is finished, or does not exist")
+    update(transaction, id, **columns)
+    record(transaction, table, name, {"operation": id}, author, FinishedAt=COMMIT_TIMESTAMP)
 
 
 def record(

@@ -146,7 +146,7 @@ def next_chunk(table: TaskTable, selection: TaskSelection, position: str | None)
     """
     column = _shard_column(table, selection)
     try:
-        found: dict[str, Any] = json_column(position) if position else {"column": column, "done": 0}
+        found: dict[str, Any] = {"column": column, "done": 0} | json_column(position or "{}")
         if found["column"] != column:
             raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
         after = {name: _PARSED[name](value) for name, value in found.get("after", {}).items()}

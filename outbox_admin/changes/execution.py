@@ -270,9 +270,10 @@ class _Change:
                 self.table.transact(tag, progress.check)
                 outcome = publish(chunk.ids)
                 record = functools.partial(_recorded, progress, outcome, chunk.position)
-                progress = self.table.transact(tag, record)
+                _, progress = self.table.transact(tag, _landing(record))
             else:
-                outcome, progress = self.table.transact(tag, functools.partial(self._execute, chunk, progress))
+                execute = _landing(functools.partial(self._execute, chunk, progress))
+                outcome, progress = self.table.transact(tag, execute)
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
@@ -280,7 +281,7 @@ class _Change:
         if left:
             yield Outcome(left=left)
 
-    def _execute(self, chunk: Chunk, progress: Progress, transaction: Transaction) -> tuple[Outcome, Progress]:
+    def _execute(self, chunk: Chunk, progress: Progress, transaction: Transaction) -> "_Done":
         # The tasks come first. A transaction that has locked something before is older than the claims of workers, and
         # would abort batches that may have published.
         statement = task_sql.by_ids(self.selection.condition, lock=True)
@@ -289,14 +290,33 @@ class _Change:
         rows = [_examined(self.name, Row(*row), chunk.seen) for row in found]
         if matching := [row for row in rows if row.matches]:
             _WRITES[self.name](transaction, matching, progress.id)
-        outcome = _outcome(chunk.ids, rows)
-        return outcome, _recorded(progress, outcome, chunk.position, transaction)
+        return _recorded(progress, _outcome(chunk.ids, rows), chunk.position, transaction)
 
 
-def _recorded(progress: Progress, outcome: Outcome, position: str, transaction: Transaction) -> Progress:
+#: What an attempt of a transaction has done: the outcome of its chunk, and the progress after it.
+_Done = tuple[Outcome, Progress]
+
+
+def _landing(work: Callable[[Transaction], _Done]) -> Callable[[Transaction], _Done]:
+    """Return the function of a transaction that may run again after a commit without an answer.
+
+    If that commit has landed, the row of the operation is as the earlier attempt has written it, and its result counts.
+    """
+    tried: list[_Done] = []
+
+    def attempt(transaction: Transaction) -> _Done:
+        if landed := [each for each in tried if each[1].is_last(transaction)]:
+            return landed[0]
+        tried.append(work(transaction))
+        return tried[-1]
+
+    return attempt
+
+
+def _recorded(progress: Progress, outcome: Outcome, position: str, transaction: Transaction) -> _Done:
     progress.check(transaction)
     unchanged = Counter(outcome.unchanged.values())
-    return progress.move(transaction, len(outcome.changed), unchanged, position)
+    return outcome, progress.move(transaction, len(outcome.changed), unchanged, position)
 
 
 def _examined(name: str, row: Row, seen: Collection[str]) -> Row:

@@ -95,6 +95,17 @@ def test_a_minute_is_a_gap_until_all_workers_have_sent_it_and_where_no_worker_wa
     assert set(history().published()) == {None}
 
 
+def test_minutes_survive_a_clock_that_jumps() -> None:
+    """Back: they stay the last ones. Forward: the minutes in between are a gap, and no zeros."""
+    hour = Hour()
+    hour.at(31).publish(1)
+    hour.at(30).publish(2)
+    hour.at(50).publish(3)
+    assert hour.ring.as_json(8_000)["all"]["published"] == [1, 2, 3]
+    hour.at(46).publish(4)
+    assert hour.ring.as_json(8_000)["all"]["published"] == [1, 2, 3, None, None, None, 4]
+
+
 def test_latencies_are_quantiles_of_all_tasks() -> None:
     """A worker with a tenth of the tasks is slow."""
     quick, slow = Hour("a"), Hour("b")
