@@ -53,6 +53,8 @@ class Operators:
         self.world, self.plan, self.audit = world, world.plan, world.audit
         self.spanner, self.table, self.clockwork = world.spanner, world.spanner.table, world.clockwork
         self._replacements = 0
+        #: The tasks whose rows were deleted.
+        self.purged = world.spanner.table.purged
         #: The archived rows, by ID.
         self.archive: dict[str, StoredTask] = {}
 
@@ -63,7 +65,8 @@ class Operators:
             self._limit(topic, float(plan.limit), plan.limit)
         spawn(self.mend)
         rates = ((plan.cancels, self.change), (plan.bulk, self.bulk), (plan.replays, self.archive_or_replay))
-        for rate, action in (*rates, (plan.controls, self.control), (plan.restores, self.restore)):
+        others = ((plan.controls, self.control), (plan.restores, self.restore), (plan.repeats, self.repeat))
+        for rate, action in (*rates, *others):
             if rate:
                 spawn(functools.partial(self._repeat, action, rate))
 
@@ -175,6 +178,25 @@ class Operators:
         now = self.clockwork.now
         attempt.known[id] = Known(former.topic, former.ordering_key or "", now, now, data=data)
         return outbox.register(attempt, former.topic, data, ordering_key=former.ordering_key or "", task_id=id)
+
+    def repeat(self, random: Random) -> None:
+        """A job registers again what it has registered. It finds the row, also of a cancelled task."""
+        id = random.choice([*self.audit.tasks, ""])
+        former = self.audit.tasks.get(id)
+        if former is None or former.bad or former.once or former.data != b"data":
+            return
+        existed = id in self.table.rows
+        answers: list[bool] = []
+
+        def work(attempt: Any) -> None:
+            now = self.clockwork.now
+            attempt.known[id] = Known(former.topic, former.key, now, now)
+            options: Any = {"ordering_key": former.key}
+            answers.append(outbox.register_once(attempt, former.topic, b"data", task_id=id, **options))
+
+        transact(self.spanner, self.audit, work)
+        if answers[-1] and existed and id not in self.purged:
+            self.audit.problem(f"{id} was registered again, although its row existed")
 
     def replacement(self, replaced: str) -> str:
         """Return the ID of a replacement. The inboxes of subscribers may know the former one."""

@@ -181,6 +181,7 @@ class Plan:
     bulk: float = 0.0  # retries, cancellations and purges of many tasks, per second
     replays: float = 0.0  # row deletions and replays from the archive, per second
     restores: float = 0.0  # restores of tasks that operators have cancelled, per second
+    repeats: float = 0.0  # registrations of a task that was registered before, per second
     controls: float = 0.0  # changes of limits and retry policies, per second
     limit: int = 0  # tasks a second, of each topic, until the registrations end or an operator changes it
     large: float = 0.0  # part of the messages with 3 MB
@@ -253,8 +254,9 @@ DENSE = {
         ),
     ),
     "restores": lambda seed: Plan(
-        seed, rate=5.0, seconds=30.0, keys=0.7, bulk=2.0, restores=2.0, bad=0.1, latencies=DEFAULT_LATENCIES.times(10),
-        skip_dead=seed % 2 == 0, faults=tuple(Fault(6.0 * n, "no spanner", seed + n, 3.0) for n in range(1, 5)),
+        seed, rate=5.0, seconds=30.0, keys=0.7, bulk=2.0, restores=2.0, repeats=2.0, bad=0.1,
+        latencies=DEFAULT_LATENCIES.times(10), skip_dead=seed % 2 == 0,
+        faults=tuple(Fault(6.0 * n, "no spanner", seed + n, 3.0) for n in range(1, 5)),
     ),
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
     "limits": lambda seed: Plan(seed, workers=4, keys=0.0, limit=5, seconds=25.0),

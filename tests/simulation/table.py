@@ -15,6 +15,12 @@ class Table(FakeStore):
     def __init__(self, clockwork: Clockwork, shards: int) -> None:
         super().__init__(shards)
         self._clockwork, self.epoch, self._last = clockwork, self.now, self.now
+        #: The IDs of rows that were deleted.
+        self.purged: set[str] = set()
+
+    def delete(self, id: str) -> None:
+        super().delete(id)
+        self.purged.add(id)
 
     def polled_by_live(self) -> dict[str, frozenset[str]]:
         """Return the columns that live workers poll, as `outbox schema reshard` reads them: for twice the timeout."""
