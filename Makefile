@@ -80,7 +80,7 @@ soak: $(STAMP) ## run mixed load with random faults and measure memory; writes b
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES))
 
 # Omitted: tests of other code, and two that fail under coverage, because it imports and writes more.
-coverage: $(STAMP) ## measure branch coverage of outbox and publishworker, including processes; writes build/coverage
+coverage: $(STAMP) ## measure branch coverage of outbox, publishworker and outbox_admin, including processes; writes build/coverage
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report term:skip-covered --cov-report html:build/coverage \
 		--ignore tests/pipeline --ignore tests/manifests --ignore tests/faults \
 		--deselect tests/acceptance/test_containers.py::test_a_worker_runs_as_process_1_without_rights_on_a_read_only_file_system \

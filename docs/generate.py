@@ -12,8 +12,8 @@ from typing import Any
 
 import griffe
 
-from outbox.console.command import ConsoleSettings
 from outbox.program.settings import DatabaseSettings, Field, fields_of
+from outbox_admin.web.console_settings import ConsoleSettings
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
 from publishworker.process.worker_settings import RelaySettings, WorkerSettings
 from publishworker.pubsub.failures import REASONS, FailureKind, Reason
@@ -49,8 +49,6 @@ OTHER_FLAGS = """\
 |---|---|---|
 | `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
 | `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
-| `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \
-See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The heartbeat file of the worker. |
 | `outbox-pipeline JOB` | `--json` | Print the summary as one line of JSON. |
 | `outbox-pipeline archive` | `--purge` | Delete the archived tasks from the table afterwards. |
@@ -65,6 +63,8 @@ See [Certify a day](../pipeline/certificate.md). |
 `--subscription`, `--worker`, `--env-file` | \
 See [emulators](../guide/testing.md#emulators). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](schema.md). |
+| `outbox verify` | `--rows`, `--keep`, `--yes`, `--json` | \
+See [verify an instance](../operations/commands.md#verify-an-instance). |
 
 ## Environment of others
 
@@ -217,11 +217,11 @@ def _settings() -> str:
     parts = [
         SETTINGS_INTRO,
         "## Database",
-        "For `publishworker run`, `drain`, `check`, `verify`, `outbox schema apply` and [all commands of \
+        "For `publishworker run`, `drain`, `check`, `outbox schema apply` and [all commands of \
 operators](../operations/commands.md).",
         _table(COLUMNS, map(_row, database)),
         "## Worker",
-        "For `publishworker run`, `drain`, `check` and `verify`.",
+        "For `publishworker run`, `drain` and `check`. `outbox verify` reads their variables.",
         _table(
             COLUMNS,
             (_row(field) for field in fields_of(WorkerSettings) if field.name not in shared),

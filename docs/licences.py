@@ -29,8 +29,8 @@ The package has the [Apache License 2.0](../../LICENSE). These are the licences 
 the versions of `constraints.txt`, as each package declares them. An extra also installs the packages of "always". Spark
 includes Java libraries with licences of their own: see the files `licenses` and `NOTICE` of PySpark.
 
-The package contains one file of another project: `outbox/console/static/idiomorph.min.js` is `dist/idiomorph.min.js` of
-version 0.8.0 of the npm package [idiomorph](https://github.com/bigskysoftware/idiomorph), with the licence 0BSD.
+The package contains one file of another project: `outbox_admin/web/static/idiomorph.min.js` is `dist/idiomorph.min.js`
+of version 0.8.0 of the npm package [idiomorph](https://github.com/bigskysoftware/idiomorph), with the licence 0BSD.
 """
 
 

@@ -41,11 +41,12 @@ from payments import demo
 from PIL import Image
 
 import outbox
-from outbox import admin, console
-from outbox.admin.table import TaskTable
-from outbox.console import visits
-from outbox.console.roles import EVERYTHING
+import outbox_admin as admin
+from outbox.rows.task_table import TaskTable
 from outbox.table import ddl
+from outbox_admin import console
+from outbox_admin.web import visits
+from outbox_admin.web.roles import EVERYTHING
 from tools import incident
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,10 @@ one [layout](../operations/upgrade.md#change-the-number-of-shards) of shards has
 MODULES = {
     "The relay": "publishworker.spanner.relay_sql",
     "Workers, applications and operators": "outbox.table.shared_sql",
-    "Operators and readers": "outbox.admin.operator_sql",
+    "Counts, workers and sent tasks": "outbox.rows.counts_sql",
+    "Lists of tasks": "outbox_admin.tasks.task_sql",
+    "Changes of tasks": "outbox_admin.changes.change_sql",
+    "The record of operations": "outbox_admin.operation_sql",
 }
 #: Arguments of the functions that put a statement together, by parameter name.
 EXAMPLES: dict[str, Any] = {

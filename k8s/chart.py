@@ -14,8 +14,8 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-from outbox.console.command import ConsoleSettings
 from outbox.program.settings import DatabaseSettings, fields_of
+from outbox_admin.web.console_settings import ConsoleSettings
 from publishworker.process.worker_settings import WorkerSettings
 
 K8S = Path(__file__).parent

@@ -14,6 +14,7 @@ from outbox.base.start import importer
 
 if TYPE_CHECKING:
     from outbox._version import __version__
+    from outbox.cancelling import cancel
     from outbox.errors import (
         InvalidConsumer,
         InvalidMessage,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from outbox.message import TASK_ID_ATTRIBUTE, Message
     from outbox.observing import Recorder, set_metrics
     from outbox.reading import Reader, SentTask, reader
-    from outbox.registration import Priority, Task, cancel, register, register_many, register_once
+    from outbox.registration import Priority, Task, register, register_many, register_once
     from outbox.table.transactions import SupportsCancel, SupportsInsert, SupportsReadInsert
 else:
     # The names are imported when they are first used, because the clients take half a second to import, and `outbox
@@ -37,7 +38,8 @@ else:
             "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError PositionExpired",
             "message": "Message TASK_ID_ATTRIBUTE",
             "reading": "Reader SentTask reader",
-            "registration": "Priority Task cancel register register_many register_once",
+            "cancelling": "cancel",
+            "registration": "Priority Task register register_many register_once",
             "observing": "Recorder set_metrics",
             "table.transactions": "SupportsCancel SupportsInsert SupportsReadInsert",
         },

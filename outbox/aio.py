@@ -17,13 +17,15 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1._async.transaction import Transaction
 
 from outbox.base.values import class_name
+from outbox.cancelling import CANCEL_TAG, check_not_registered, take_out
 from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
 from outbox.observing import count_registered
-from outbox.registration import CANCEL_TAG, COLUMNS, TABLE, Options, Task, check_not_registered, take_out, task_row
-from outbox.table import transactions
+from outbox.registration import COLUMNS, Options, Task, task_row
+from outbox.table import timeouts, transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
+from outbox.table.states import TABLE
 from outbox.table.transactions import PrimaryKey, Row, SupportsInsert, SupportsUpdate
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
@@ -131,7 +133,7 @@ async def _insert_once(
     transaction: AsyncTransaction, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
 ) -> bool:
     inserted = transactions.changes(transaction).inserted
-    keys, options = KeySet(keys=[list(key)]), transactions.request(tag, AsyncRetry)
+    keys, options = KeySet(keys=[list(key)]), timeouts.request(tag, AsyncRetry)
     with transactions.table_errors(table):
         rows = await transaction.read(table, columns[: len(key)], keys, **options)
         # To the end, as in outbox.register_once.
@@ -210,7 +212,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     inserted, cancelled = transactions.changes(transaction)
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
-        options = transactions.request(CANCEL_TAG, AsyncRetry)
+        options = timeouts.request(CANCEL_TAG, AsyncRetry)
         with transactions.table_errors(TABLE):
             return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 

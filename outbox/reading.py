@@ -20,12 +20,12 @@ from typing import Any, Self
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.admin import operator_sql
-from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
 from outbox.base.schedules import FOLLOW
 from outbox.base.values import chunked, in_utc, shown
 from outbox.errors import PositionExpired
 from outbox.message import check_topic, parsed
+from outbox.rows import counts_sql
+from outbox.rows.task_table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
 from outbox.table import schema
 from outbox.table.shared_sql import by_ids
 from outbox.table.states import LONG_AGO, NO_SEQUENCE
@@ -117,10 +117,10 @@ class SentTasks:
         while True:
             values = self._names | {"after": self.position.sent_at, "limit": limit}
             try:
-                found, read_at = self.table.strong_query(operator_sql.sent_after(self._names), _TAG, values)
+                found, read_at = self.table.strong_query(counts_sql.sent_after(self._names), _TAG, values)
             except LayoutChanged:
                 continue
-            rows = [dict(zip(operator_sql.SENT_COLUMNS, each, strict=True)) for each in found]
+            rows = [dict(zip(counts_sql.SENT_COLUMNS, each, strict=True)) for each in found]
             return sorted(rows, key=Position.of), read_at
 
     def _check_retention(self, read_at: datetime) -> None:

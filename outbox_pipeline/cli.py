@@ -9,16 +9,15 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 from outbox._version import __version__
-from outbox.admin.flags import add_reason
 from outbox.base.start import need
 from outbox.base.values import spoken
 from outbox.program import logs
 from outbox.program.settings import Parser, Settings, unknown_variables
 from outbox.program.terminal import Escaped, as_json, cell, ended, prepare_streams, say
+from outbox_admin.flags import add_reason
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings, ReplaySettings
 from outbox_pipeline.spark import session
 from outbox_pipeline.spark.session import is_submitted, redirect_stderr
@@ -110,7 +109,10 @@ def _run(options: argparse.Namespace) -> int:
     begin, values = time.monotonic(), dict[str, Any]()
     try:
         with spark_errors():
-            job = import_module(f"outbox_pipeline.jobs.{name}")
+            from outbox_pipeline.jobs import archive, audit, drain, register, replay  # noqa: PLC0415 - the same
+
+            jobs = {"archive": archive, "audit": audit, "drain": drain, "register": register, "replay": replay}
+            job: Any = jobs[name]
             flags = {flag: getattr(options, flag) for flag in options.flags}
             values = dataclasses.asdict(job.run(session.session(name), settings, **flags))
     finally:

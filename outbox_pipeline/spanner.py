@@ -14,15 +14,14 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
-from outbox.admin.table import TaskTable, kept
 from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import SECONDS, DatabaseSettings
-from outbox.registration import TABLE
+from outbox.rows.task_table import TaskTable, kept
 from outbox.table.connection import open_database
 from outbox.table.shared_sql import TO_SEND_INDEX, by_ids
-from outbox.table.states import LONG_AGO
-from outbox.table.transactions import retry_and_timeout
+from outbox.table.states import LONG_AGO, TABLE
+from outbox.table.timeouts import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
 #: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 SURFACE = ("docs/reference/", "schema/")
 #: Files of the packages in which a changed line has a flag, such as "--newest".
-FLAGS = ("-G", '"--[a-z]', "--", "outbox", "publishworker", "outbox_pipeline")
+FLAGS = ("-G", '"--[a-z]', "--", "outbox", "publishworker", "outbox_admin", "outbox_pipeline")
 
 
 def missing_line(changed: Collection[str], flags: Collection[str] = ()) -> str:

@@ -21,11 +21,11 @@ from google.cloud.spanner_v1.database import Database
 from orders import stage
 
 import outbox
-from outbox import admin
-from outbox.admin.operations import Author
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
+import outbox_admin as admin
 from outbox.base.values import chunked
+from outbox.rows.task_table import TaskTable
+from outbox_admin.operations import Author
+from outbox_admin.tasks.selections import TaskSelection
 from publishworker.hosted import HostedRelay
 from publishworker.process import app, gauges
 from publishworker.process.worker_settings import WorkerSettings
@@ -71,7 +71,7 @@ def played(made: stage.Stage, register: Callable[[Database, int], None]) -> Iter
         mock.patch.object(gauges, "REPORT_SECONDS", 1.0),
         mock.patch.object(membership, "HEARTBEAT_INTERVAL_SECONDS", 2.0),
         mock.patch.object(gauges, "COUNT", SimpleNamespace(first=0.5, after=lambda _seconds: 0.0)),
-        mock.patch.object(admin.backlog, "STALENESS", admin.backlog.STALENESS / SPEED),
+        mock.patch.object(admin.rows.backlog, "STALENESS", admin.rows.backlog.STALENESS / SPEED),
         contextlib.ExitStack() as workers,
     ):
         for _ in range(2):
@@ -96,8 +96,10 @@ def _steps(made: stage.Stage, deploy: Callable[[], object]) -> dict[int, Callabl
         DEPLOYED: deploy,
         36: lambda: publisher.create_topic(name=invoices),
         40: lambda: _break(made.database),
-        46: lambda: admin.topics.change(table, "pause", ["payments"], {"paused": True}, ANN),
-        52: lambda: list(admin.changes.change(table, "retry", TaskSelection(state="dead", topic="orders"), BOB)),
+        46: lambda: admin.topics.editing.change(table, "pause", ["payments"], {"paused": True}, ANN),
+        52: lambda: list(
+            admin.changes.execution.change(table, "retry", TaskSelection(state="dead", topic="orders"), BOB)
+        ),
     }
 
 

@@ -21,11 +21,13 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox import registration
 from outbox.base.schedules import CALL
 from outbox.base.values import chunked, class_name
+from outbox.cancelling import check_not_registered, next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message, check_task_id
-from outbox.registration import Options, Task, check_not_registered, next_heads
+from outbox.registration import Options, Task
+from outbox.table import states
 from outbox.table.shared_sql import EXCLUSIVE, LOCK_UNSENT, RELEASED
 from outbox.table.transactions import missing_table
 
@@ -238,7 +240,7 @@ class Statements:
     def cancel(self, task_id: str) -> bool:
         """Take an unsent task out; return whether it was. Raises OperationalError."""
         check_task_id(task_id)
-        table = registration.TABLE
+        table = states.TABLE
         check_not_registered(task_id, [(task_id,)] if self._collected.has(table, (task_id,)) else [])
         # The driver has no type for a list of IDs.
         heads = next_heads(lambda sql, _: self._about(task_id, sql.replace("@ids", "[@id]")), task_id)
@@ -261,8 +263,8 @@ class Statements:
         """Execute a statement about one task, and return its rows."""
         parameters = {"id": id} if "@id" in sql else None
         if sql == LOCK_UNSENT:
-            return self._query(registration.TABLE, sql, parameters, id)
-        with errors(registration.TABLE, NotReached):
+            return self._query(states.TABLE, sql, parameters, id)
+        with errors(states.TABLE, NotReached):
             result = self._execute(sql, parameters)
         return result.fetchall() if "SELECT" in sql else []
 

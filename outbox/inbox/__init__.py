@@ -28,7 +28,7 @@ from outbox.inbox.receiver import (
     Settings,
     name_of,
 )
-from outbox.table.transactions import check_database
+from outbox.table.own_transactions import check_database
 
 __all__ = [
     "BatchHandle", "BatchHandler", "BatchReceiver", "Handle", "Handler", "Key", "Missing", "PulledMessage",

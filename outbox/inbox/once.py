@@ -13,7 +13,8 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.base.values import class_name, plain
 from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
+from outbox.table.existing_keys import insert_once
+from outbox.table.transactions import SupportsReadInsert, check_transaction
 
 TABLE = "ProcessedTasks"
 COLUMNS = ("Consumer", "TaskId", "ProcessedAt")

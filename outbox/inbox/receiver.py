@@ -24,7 +24,9 @@ from outbox.errors import InvalidTransaction, MissingTaskId, NotReached
 from outbox.inbox.once import COLUMNS, TABLE, Key, ReceivedMessage, inbox_row, process_once
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.observing import count_delivery, processing
-from outbox.table.transactions import PrimaryKey, existing, insert, table_errors, transact
+from outbox.table.existing_keys import existing
+from outbox.table.own_transactions import transact
+from outbox.table.transactions import PrimaryKey, insert, table_errors
 
 T = TypeVar("T")
 

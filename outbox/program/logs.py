@@ -103,7 +103,9 @@ def configure(log_format: str = "auto", level: str = "info") -> None:
     logging.captureWarnings(capture=True)
     sys.excepthook = lambda *error: _log_uncaught("The program ended", error)
     threading.excepthook = lambda given: _log_uncaught(f"Thread {given.thread and given.thread.name} ended", given[:3])
-    sys.unraisablehook = lambda given: _log_uncaught("A callback failed", given[:3])
+    sys.unraisablehook = lambda given: _log_uncaught(
+        "A callback failed", (given.exc_type, given.exc_value, given.exc_traceback)
+    )
     for name in ("outbox", "outbox_pipeline", "publishworker"):
         logging.getLogger(name).setLevel(level.upper())
     # It logs attributes of messages that are not a trace context.

@@ -1,7 +1,7 @@
 """The DDL of the outbox, which is `schema/schema.sql` with the choices of a user, and its layouts. No client is needed.
 
 A layout is a generated column that numbers the shards of the tasks, and the indexes that begin with it. A table has
-one layout, and two while its number of shards changes (`outbox.admin.reshard`). Each task is in all layouts. The first
+one layout, and two while its number of shards changes (`schema reshard`). Each task is in all layouts. The first
 layout has the names of schema.sql. The names of the others end with the number of shards, such as `Shard32` and
 `AsynchronousTasksToSend32`. SQL is written with the first names, and `sql` changes them.
 

@@ -20,7 +20,7 @@ from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl
 from outbox.table.connection import Deadline
 from outbox.table.ddl import COLUMN, OWN_CHOICES, SHARD_COUNT, Layout, normalized, statements
-from outbox.table.transactions import retry_and_timeout
+from outbox.table.timeouts import retry_and_timeout
 
 #: Seconds for a read of INFORMATION_SCHEMA. In a database with very many objects it takes many seconds.
 SCHEMA_SECONDS = 30.0

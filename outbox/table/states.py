@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+#: The table of tasks.
+TABLE = "AsynchronousTasks"
+
 #: A task whose AvailableAt is this time or later is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 #: No task is older.

@@ -1,92 +1,20 @@
-"""Read-write transactions, and the time limits of their requests; and what is added to an application's transaction."""
+"""What is added to an application's transaction."""
 
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from google.api_core import exceptions as google
-from google.api_core.retry import AsyncRetry, Retry, if_exception_type
-from google.auth.exceptions import GoogleAuthError
-from google.cloud.spanner_v1 import KeySet, Mutation, TransactionOptions
+from google.cloud.spanner_v1 import KeySet, Mutation
 from google.cloud.spanner_v1.batch import Batch, MutationGroup
-from google.cloud.spanner_v1.session import Session
 from google.cloud.spanner_v1.transaction import Transaction
 
-from outbox.base.schedules import CALL
 from outbox.base.values import check_finished, class_name
 from outbox.errors import InvalidTransaction, NotReached
-
-T = TypeVar("T")
-
-#: Errors about the content of a request, such as a value that a constraint forbids. Spanner has not executed it.
-CONTENT = (google.AlreadyExists, google.FailedPrecondition, google.InvalidArgument, google.OutOfRange)
-
-#: Options of `transact`: serializable and pessimistic, whatever the client's defaults are. Otherwise the hint
-#: LOCK_SCANNED_RANGES=exclusive locks nothing.
-PESSIMISTIC: Mapping[str, Any] = {
-    "isolation_level": TransactionOptions.IsolationLevel.SERIALIZABLE,
-    "read_lock_mode": TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
-}
-
-
-def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
-    """Run `work` in a read-write transaction, again after each ABORTED, and return its result.
-
-    `options` are those of `run_in_transaction`. After an error of Google's API the client leaves the transaction and
-    its locks open. So it is rolled back here if `work` has failed with one other than ABORTED, or if Spanner has
-    refused the commit. After other errors of `work` the client rolls back.
-
-    If the client gets no session, it refuses all later transactions of the thread, unless the flag is reset here:
-    https://github.com/googleapis/google-cloud-python/issues/18375
-    """
-    transaction: Any = None
-    working = False
-
-    def attempt(begun: Any) -> T:
-        nonlocal transaction, working
-        transaction, working = begun, True
-        result = work(begun)
-        working = False
-        return result
-
-    try:
-        result: T = database.run_in_transaction(attempt, **options)
-    except RuntimeError:
-        raise  # the thread is already in a transaction, so the flag is right
-    except Exception as error:
-        if transaction is None:
-            with contextlib.suppress(AttributeError):  # a test's fake
-                database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
-        elif isinstance(error, CONTENT) or (
-            working and isinstance(error, google.GoogleAPICallError) and not isinstance(error, google.Aborted)
-        ):
-            with contextlib.suppress(google.GoogleAPIError, GoogleAuthError):
-                transaction.rollback()
-        raise
-    return result
-
-
-def retry_and_timeout(seconds: float, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
-    """Return `retry` and `timeout` for one call, because the client would repeat it for ever in an outage."""
-    unavailable = if_exception_type(google.ServiceUnavailable)
-    retry = kind(predicate=unavailable, initial=CALL.first, maximum=CALL.most, timeout=seconds)
-    return {"retry": retry, "timeout": seconds}
-
-
-#: Max seconds for a read in the transaction of an application, including the wait for another transaction's lock.
-#: Without a limit of our own, the client repeats the read without a pause while Spanner is unavailable.
-IN_TRANSACTION_SECONDS = 30.0
-
-
-def request(tag: str, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
-    """Return the options of a read or a query in the transaction of an application."""
-    return {"request_options": {"request_tag": tag}, **retry_and_timeout(IN_TRANSACTION_SECONDS, kind)}
-
 
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
@@ -154,19 +82,6 @@ _REMEDIES = {
     "MutationGroups": "Pass its group()",
     "Database": "Call {} in a function given to its run_in_transaction, and pass the transaction of this function",
 }
-
-
-def check_database(database: object, remedy: str = "") -> None:
-    """Raise TypeError, which ends with `remedy`, unless `database` is that of a synchronous Spanner client.
-
-    A Session has the same methods, but one transaction at a time.
-    """
-    run = getattr(database, "run_in_transaction", None)
-    if inspect.iscoroutinefunction(run):
-        remedy = ". That of an AsyncClient needs `await`, so use one of spanner.Client"
-    elif callable(run) and not isinstance(database, Session):
-        return
-    raise TypeError(f"database is {class_name(database)}. It must be the Database of a Spanner Client{remedy}")
 
 
 def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
@@ -260,34 +175,6 @@ def table_errors(table: str) -> Iterator[None]:
         if text := missing_table(error, table):
             raise NotReached(text) from error
         raise
-
-
-def existing(
-    transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[PrimaryKey], *, tag: str
-) -> set[PrimaryKey]:
-    """Return the keys that the table has, and lock all of `keys` for the transaction.
-
-    Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS, NotReached if the table is missing.
-    """
-    with table_errors(table):
-        rows = transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **request(tag))
-        # Read to the end, because until then the client blocks the next statement of the transaction.
-        return {tuple(row) for row in rows}
-
-
-def insert_once(
-    transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
-) -> bool:
-    """Add an insert unless the table or the transaction has the key. Return whether it was added.
-
-    The key stays locked until the commit.
-    """
-    inserted = changes(transaction).inserted
-    if key in inserted or existing(transaction, table, columns[: len(key)], [key], tag=tag):
-        return False
-    insert(transaction, table, columns, [row])
-    inserted.add(key)
-    return True
 
 
 def changes(transaction: object) -> Changes:

@@ -31,9 +31,10 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.base.values import check_finished, listed, plain
 from outbox.inbox.receiver import place_of
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, check_task_id
-from outbox.registration import COLUMNS, TABLE
+from outbox.registration import COLUMNS
+from outbox.table.own_transactions import check_database
 from outbox.table.shared_sql import LOCK_UNSENT
-from outbox.table.transactions import check_database
+from outbox.table.states import TABLE
 
 __all__ = [
     "Mutation", "RecordingTransaction", "RedeliveringSubscriber", "RegisteredTask", "Statement", "assert_registered",

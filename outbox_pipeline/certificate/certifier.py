@@ -12,11 +12,11 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox._version import __version__
-from outbox.admin import operations
-from outbox.admin.table import SCHEMA_OPTIONS
 from outbox.base.values import counted, shown
 from outbox.errors import OutboxError, SettingError
+from outbox.rows.task_table import SCHEMA_OPTIONS
 from outbox.table import schema
+from outbox_admin import operations
 from outbox_pipeline.certificate import document
 from outbox_pipeline.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
 from outbox_pipeline.certificate.doubts import Read, doubts

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from outbox.admin.operations import Operation
-from outbox.admin.selections import TaskSelection
 from outbox.base.values import counted, shown
 from outbox.errors import OutboxError
 from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER
+from outbox_admin.operations import Operation
+from outbox_admin.tasks.selections import TaskSelection
 
 
 class Read(NamedTuple):

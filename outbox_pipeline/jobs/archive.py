@@ -12,15 +12,14 @@ from typing import Any
 from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
-from outbox.admin import operations, operator_sql
-from outbox.admin.table import SCHEMA_OPTIONS, Transaction
 from outbox.base.values import chunked, counted, shown, spoken
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, resolved
-from outbox.registration import TABLE
+from outbox.rows.task_table import SCHEMA_OPTIONS, Transaction
 from outbox.table import schema
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER
+from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER, TABLE
+from outbox_admin import operation_sql, operations
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
 from outbox_pipeline.jobs.archive_files import (
@@ -216,7 +215,7 @@ def purge_chunk(table: Table, wanted: Mapping[str, tuple[Any, ...]], operation: 
         if same:
             transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
             # Last, because all Spark tasks wait for the lock of this row.
-            [[deleted]] = transaction.query(operator_sql.LOCK_TASKS, {"id": operation})
+            [[deleted]] = transaction.query(operation_sql.LOCK_TASKS, {"id": operation})
             operations.update(transaction, operation, Tasks=deleted + len(same))
         return {"deleted": len(same), "resent": len(found) - len(same), "missing": len(wanted) - len(found)}
 

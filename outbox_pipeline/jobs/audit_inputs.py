@@ -17,7 +17,8 @@ from outbox.inbox.once import TABLE
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
-from outbox.table.transactions import retry_and_timeout, table_errors
+from outbox.table.timeouts import retry_and_timeout
+from outbox.table.transactions import table_errors
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings, format_of
 from outbox_pipeline.rows.texts import ADDED, ADDED_PREFIXES, EPOCH

@@ -19,12 +19,12 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructType
 
-from outbox.admin import backlog
-from outbox.admin.table import TaskTable
 from outbox.base.schedules import ROUND, Backoff
 from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
 from outbox.program import logs
+from outbox.rows import backlog
+from outbox.rows.task_table import TaskTable
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.spark.spark_tasks import Rows, map_rows, parallelism

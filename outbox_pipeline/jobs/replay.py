@@ -17,24 +17,27 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
-from outbox.admin import changes, operations, topics
-from outbox.admin.changes import RETRY_COLUMNS, Message, retry_values
-from outbox.admin.operations import Author, as_json
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import Transaction
 from outbox.base.values import chunked, shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, PubSubSettings, resolved
 from outbox.program.terminal import escaped
-from outbox.registration import COLUMNS, TABLE
+from outbox.registration import COLUMNS
+from outbox.rows.task_table import Transaction
 from outbox.table.shared_sql import NOW, by_ids
+from outbox.table.states import TABLE
+from outbox_admin import operations
+from outbox_admin.changes import execution, resending
+from outbox_admin.changes.execution import RETRY_COLUMNS, retry_values
+from outbox_admin.changes.resending import Message
+from outbox_admin.operations import Author, as_json
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.topics import editing
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ReplaySettings
 from outbox_pipeline.jobs.archive_files import Archive, read_archive
 from outbox_pipeline.source.datasource import decoded
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, totals
-from publishworker.pubsub import resending
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -132,8 +135,8 @@ def _destination(table: Table, selection: ReplaySelection, to: str) -> str:
     """Return the full name of the topic to publish to. Raises SettingError, OutboxError if it is not for the tasks."""
     if selection.topic is None:
         raise SettingError("--to needs --topic. Pass both")
-    found = changes.resend_to(table, TaskSelection(state="sent", topic=selection.topic), to)
-    if unchecked := topics.check_destinations(table, [found.to], otherwise=""):
+    found = execution.resend_to(table, TaskSelection(state="sent", topic=selection.topic), to)
+    if unchecked := editing.check_destinations(table, [found.to], otherwise=""):
         _info(unchecked)
     return str(found.to)
 

@@ -24,11 +24,11 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from outbox.admin.table import LayoutChanged, too_old
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
 from outbox.program.settings import MOMENT, SWITCH, DatabaseSettings, SettingType, one_of, resolved, whole_number
+from outbox.rows.task_table import LayoutChanged, too_old
 from outbox.table.states import CANCELLED, STATES
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RATE

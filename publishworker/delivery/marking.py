@@ -3,15 +3,12 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
 from publishworker.host import Host
 from publishworker.spanner.write_errors import Refused, StoreError
-from publishworker.types import Cancelled, Claim, MarkState, Unmarked
-
-if TYPE_CHECKING:
-    from publishworker.delivery.delivery import Delivery
+from publishworker.types import Cancelled, Claim, MarkState, TakenOut, Unmarked
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.
@@ -66,12 +63,22 @@ class SharedMarking:
         )
 
 
+class Marked(Protocol):
+    """A batch as its marks need it."""
+
+    def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
+        """Write the marks of a part in one transaction that publishes nothing. Raises StoreError."""
+
+    def state_of(self, id: str) -> MarkState:
+        """Return what the mark of a task says."""
+
+
 class MarkRetry:
     """Writes the marks of a batch again. It divides what is refused, or fails while others commit, into single rows."""
 
     def __init__(
         self,
-        batch: "Delivery",
+        batch: Marked,
         parts: Sequence[Claim],
         marking: SharedMarking,
         failed: Mapping[Claim, StoreError] = MappingProxyType({}),

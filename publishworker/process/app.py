@@ -15,11 +15,11 @@ from functools import partial
 
 from google.api_core.exceptions import DeadlineExceeded
 
-from outbox.admin.table import TaskTable
 from outbox.base.schedules import TURN
 from outbox.base.values import counted
 from outbox.errors import NotReached
 from outbox.program.channels import create_topic_command, open_pubsub
+from outbox.rows.task_table import TaskTable
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.ddl import Layout

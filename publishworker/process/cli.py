@@ -1,8 +1,7 @@
 """The `publishworker` command.
 
 Exit codes: 0 success, 1 failed, 2 usage, 3 a service cannot be reached, a table or permission is missing, or stdout
-cannot be written, 4 a drain ended with work left; 130 and 143 after a second signal, or after the first one of `check`
-and `verify`.
+cannot be written, 4 a drain ended with work left; 130 and 143 after a second signal, or after the first one of `check`.
 """
 
 import argparse
@@ -57,12 +56,6 @@ def _run(arguments: Sequence[str]) -> int:
     return code
 
 
-def _verify(options: argparse.Namespace) -> int:
-    from publishworker.process.verify import verify  # noqa: PLC0415 - only this command needs it
-
-    return verify(options)
-
-
 def _parser() -> argparse.ArgumentParser:
     from outbox import __version__  # noqa: PLC0415 - see main
     from outbox.program.settings import Parser  # noqa: PLC0415 - see main
@@ -70,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     from publishworker.process.worker_settings import (  # noqa: PLC0415 - see main
         WorkerSettings,
         add_deadline,
-        add_verify_flags,
     )
 
     parser = Parser(
@@ -97,6 +89,5 @@ def _parser() -> argparse.ArgumentParser:
     checks.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
     )
-    add_verify_flags(add("verify", _verify, "Verify plans, locks and roles on a scratch database."))
     subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

@@ -17,8 +17,6 @@ from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import KeySet
 from google.pubsub_v1 import PublisherClient
 
-from outbox.admin import backlog
-from outbox.admin.table import TaskTable
 from outbox.base.start import handled
 from outbox.base.values import counted, listed, topic_name
 from outbox.errors import InvalidMessage, NotReached
@@ -27,10 +25,12 @@ from outbox.program import logs
 from outbox.program.channels import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.terminal import say
-from outbox.registration import TABLE
+from outbox.rows import backlog
+from outbox.rows.task_table import TaskTable
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import NO_CONTROLS
+from outbox.table.states import TABLE
 from publishworker import process
 from publishworker.log import ThrottledLog, log
 from publishworker.process.app import App, until_drained, worker_id

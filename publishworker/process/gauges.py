@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from outbox import __version__
-from outbox.admin import backlog, workers
-from outbox.admin.table import TaskTable
 from outbox.base.schedules import COUNT
 from outbox.errors import OutboxError
 from outbox.program.settings import fields_of
+from outbox.rows import backlog, workers
+from outbox.rows.task_table import TaskTable
 from outbox.table.states import UNSENT
 from publishworker.log import ThrottledLog, log
 from publishworker.process.worker_settings import RelaySettings

@@ -100,13 +100,3 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="Stop after this time with exit code 4 (default: never).",
     )
-
-
-def add_verify_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `verify`. Its `--database` names the scratch database."""
-    WorkerSettings.add_flags(parser)
-    rows = argparse_type("--rows", whole_number(100, 10**9))
-    parser.add_argument("--rows", type=rows, default=100_000, help="Tasks to load, at least 100; default 100000.")
-    parser.add_argument("--keep", action="store_true", help="Keep the database for inspection.")
-    parser.add_argument("--yes", action="store_true", help="Create the database without confirmation.")
-    parser.add_argument("--json", action="store_true", help="Print the result and the query plans as JSON.")

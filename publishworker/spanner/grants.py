@@ -14,7 +14,7 @@ from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
 from outbox.table.shared_sql import parameters
-from outbox.table.transactions import retry_and_timeout
+from outbox.table.timeouts import retry_and_timeout
 from publishworker.spanner.relay_sql import (
     CHECK_COLUMNS,
     DISCOVER_NO_TOPICS,

@@ -12,8 +12,8 @@ from outbox.base.schedules import ABORTED
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.controls import TopicControls, problems
 from outbox.table.ddl import Layout, by_layout
+from outbox.table.own_transactions import PESSIMISTIC, transact
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
-from outbox.table.transactions import PESSIMISTIC, transact
 from publishworker.spanner import relay_sql
 from publishworker.spanner.write_errors import (
     SERVICE_ERRORS,

@@ -8,7 +8,7 @@ from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
 from outbox.table.connection import UNANSWERED
-from outbox.table.transactions import CONTENT
+from outbox.table.own_transactions import CONTENT
 from publishworker.pubsub.failures import NO_CREDENTIALS
 
 #: The errors that the client raises for a request.

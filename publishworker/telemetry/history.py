@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
-from outbox.admin.history import MINUTES
+from outbox.rows.workers import MINUTES
 from publishworker.types import Delivered
 
 #: Max topics of one minute, and max reasons of failures of one topic. The figures of all topics include the others.
@@ -108,7 +108,7 @@ class History:
         """Return the series of all topics, and those of the largest ones that fit into `most` bytes of JSON.
 
         Each series ends with the current minute, which is `minute`, counted since 1970. Before its first value, a count
-        is 0, and any other figure is unknown.
+        is 0, and any other figure is unknown. A minute that the worker did not count is unknown.
         """
         with self._current() as current:
             past = self._past | {self._minute: _figures(current)}
@@ -126,12 +126,17 @@ class History:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[dict[str | None, _Row]]:
-        """Yield the rows of this minute. First keep the largest topics of the last one, and drop the oldest minute."""
+        """Yield the rows of this minute. First keep the largest topics of the last one, and drop the oldest minute.
+
+        If the clock was set back, the past minutes move with it, so that the last one is before this one.
+        """
         with self._lock:
             if (minute := int(self._clock() // 60)) != self._minute:
                 if self._rows:
                     self._past[self._minute] = _figures(self._rows)
-                self._past = {at: rows for at, rows in self._past.items() if minute - MINUTES < at < minute}
+                back = max(0, self._minute + 1 - minute)
+                past = ((at - back, rows) for at, rows in self._past.items())
+                self._past = {at: rows for at, rows in past if minute - MINUTES < at < minute}
                 self._minute = minute
                 self._rows.clear()
             yield self._rows
@@ -155,7 +160,9 @@ def _series(past: Mapping[int, Mapping[str | None, _Figures]], topic: str | None
         figures = past.get(at, {}).get(topic, {})
         begun = {name for name, value in figures.items() if value or (value is not None and name in _STATES)}
         for name in found.keys() | begun:
-            found.setdefault(name, []).append(figures.get(name, 0 if name.startswith(_COUNTS) else None))
+            # The worker counts each minute. One that it did not count is a gap, such as after a jump of its clock.
+            nothing = 0 if name.startswith(_COUNTS) and at in past else None
+            found.setdefault(name, []).append(figures.get(name, nothing))
     totals = Counter({name: sum(filter(None, values)) for name, values in found.items() if name.startswith(":")})
     dropped = {name for name, _ in totals.most_common()[REASONS:]}
     return {name: values for name, values in sorted(found.items()) if name not in dropped}

@@ -17,11 +17,11 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, ExecuteBatchDmlRequest, Ex
 from google.cloud.spanner_v1.database import Database
 
 import outbox as library
-from outbox.admin import changes, tasks
-from outbox.cli import change_commands, status_commands
 from outbox.devtools.emulators import Emulators
 from outbox.message import MAX_REQUEST_BYTES, RawPubsubMessage
 from outbox.table import ddl, schema
+from outbox_admin.changes import change_commands, execution
+from outbox_admin.tasks import lookup, task_commands
 from tests.support.commands import HOUR, SECONDS, TRACE, Commands, control_codes, here, row, table
 from tests.support.fakes import serialized
 from tests.support.operations import insert, rows_of, update
@@ -164,7 +164,7 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
 def test_a_cancel_selects_no_task_that_is_registered_meanwhile(outbox: Commands, database: Database):
     """Whatever --until is."""
     insert(database, [row("a")])
-    with mock.patch.object(changes, "change", return_value=iter(())) as change:
+    with mock.patch.object(execution, "change", return_value=iter(())) as change:
         outbox.here("cancel", "--state", "pending", "--until", "2090-01-01T00:00:00Z", "--reason", "why", "--yes")
     _, _, selection, _ = change.call_args.args
     assert selection.until < datetime.now(UTC) + HOUR
@@ -191,8 +191,8 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
         database,
         [row(f"dead-{n}", "dead", LastError=f"error {'ab'[n % 2]}") for n in range(5)] + [row("r", "retrying")],
     )
-    monkeypatch.setattr(tasks, "ERRORS_READ", 4)
-    monkeypatch.setattr(status_commands, "SHOWN", 2)
+    monkeypatch.setattr(lookup, "ERRORS_READ", 4)
+    monkeypatch.setattr(task_commands, "SHOWN", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
     assert lines[3] == "... and 1 more"

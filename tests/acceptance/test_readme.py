@@ -25,7 +25,7 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-import outbox.cli
+import outbox_admin.cli
 import publishworker.process.cli
 from outbox import inbox
 from outbox.devtools.emulators import Emulators
@@ -47,7 +47,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.xdist_group("spark")
 
 PROJECT = "my-project"
-PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
+PARSERS = {"outbox": outbox_admin.cli._parser, "publishworker": publishworker.process.cli._parser}
 #: Tables of the application and of the subscribers, which the pages presuppose.
 TABLES = (
     "CREATE TABLE Orders (OrderId STRING(36), Cents INT64) PRIMARY KEY (OrderId)",

@@ -67,6 +67,7 @@ def test_the_wheel_holds_the_packages_the_ddl_and_the_types(wheel: Path) -> None
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
         "outbox",
         "publishworker",
+        "outbox_admin",
         "outbox_pipeline",
         "pyspark_outbox",
     }
@@ -78,7 +79,7 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(dist: Path) 
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     assert {name.partition("/")[0] for name in names} == {
-        "outbox", "publishworker", "outbox_pipeline", "pyspark_outbox", "schema", "pyproject.toml",
+        "outbox", "publishworker", "outbox_admin", "outbox_pipeline", "pyspark_outbox", "schema", "pyproject.toml",
         "LICENSE", "README.md", "CHANGELOG.md", "PKG-INFO", ".gitignore",
     }  # fmt: skip
     assert not [name for name in names if "__pycache__" in name]

@@ -23,10 +23,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
 import publishworker.process.cli
-from outbox import cli
-from outbox.admin import workers
 from outbox.devtools.emulators import Emulators
+from outbox.rows import workers
 from outbox.table import ddl
+from outbox_admin import cli
 from tests.manifests.rendering import programs
 from tests.support import fork_server
 from tests.support.commands import HOUR, Commands, here, row

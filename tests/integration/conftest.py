@@ -11,10 +11,10 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 from starlette.testclient import TestClient
 
-from outbox.admin.table import TaskTable
-from outbox.console import visits
 from outbox.devtools.emulators import Emulators
+from outbox.rows.task_table import TaskTable
 from outbox.table import ddl
+from outbox_admin.web import visits
 from tests.support.commands import Commands
 from tests.support.console import console
 from tests.support.drivers import ACCOUNTS, ORDERS, STACKS, DbApi

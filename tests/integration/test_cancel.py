@@ -17,14 +17,15 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import inbox
-from outbox.admin import changes, selections
-from outbox.admin import table as admin_table
-from outbox.admin.reshard import Resharding
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
+from outbox.rows import task_table as admin_table
+from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
+from outbox_admin.changes import execution
+from outbox_admin.schema.reshard import Resharding
+from outbox_admin.tasks import selections
+from outbox_admin.tasks.selections import TaskSelection
 from publishworker.telemetry import metrics as m
 from tests.support import real
 from tests.support.clients import aio
@@ -56,7 +57,7 @@ def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callab
 
         def cancelled(*ids: str) -> list[bool]:
             selection = TaskSelection(state=selections.ANY_UNSENT, ids=ids)
-            [outcome] = changes.change(TaskTable(database), "cancel", selection)
+            [outcome] = execution.change(TaskTable(database), "cancel", selection)
             return [id in outcome.changed for id in ids]
 
         yield cancelled
@@ -235,7 +236,7 @@ def cancelled_by_operator(database: Database, ids: list[str]) -> list[str]:
     """Cancel a quarter of the tasks, ten at a time."""
     table, some = TaskTable(opened(database)), Random(9).sample(ids, len(ids) // 4)
     selections = (TaskSelection(state="unsent", ids=tuple(some[at : at + 10])) for at in range(0, len(some), 10))
-    return [id for each in selections for id in changed(changes.change(table, "cancel", each))]
+    return [id for each in selections for id in changed(execution.change(table, "cancel", each))]
 
 
 MORE = [pytest.mark.long("more tasks"), pytest.mark.timeout(300)]
@@ -286,6 +287,6 @@ def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monk
     table = TaskTable(opened(database))
     monkeypatch.setattr(admin_table, "transact", aborted)
     with pytest.raises(OutboxError, match=r"others write the same rows.*Try again"):
-        list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("held",))))
+        list(execution.change(table, "cancel", TaskSelection(state="unsent", ids=("held",))))
     assert options["timeout_secs"] == admin_table.OPERATOR_ABORTED_SECONDS
     assert rows_of(database)["held"]["CancelledBy"] is None

@@ -13,17 +13,18 @@ from google.cloud.spanner_v1 import JsonObject
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox import admin
-from outbox.admin import backlog
-from outbox.admin.operations import Author
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
-from outbox.console import application, visits
-from outbox.console.application import routes
-from outbox.console.roles import EVERYTHING
+import outbox_admin as admin
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
+from outbox.rows import backlog
+from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER, STATES, UNSENT
+from outbox_admin import console as application
+from outbox_admin.console import routes
+from outbox_admin.operations import Author
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.web import visits
+from outbox_admin.web.roles import EVERYTHING
 from tests.support.console import ORIGIN, SAME, console, text
 from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, PAST, control, insert, opened, pause, row
 from tests.support.spanner import record_requests
@@ -182,7 +183,7 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
         assert "had the topic" not in caller.get("/topic", params={"name": topic, "exists": forged}).text
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
     assert (missing.status_code, "does not exist" in missing.text) == (400, True)
-    admin.topics.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
+    admin.topics.editing.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
     caller = console(database, dashboard_url="https://example.com/d?topic={topic}&at={time}")
     page = caller.get("/topic?name=a/b").text
     assert "https://example.com/d?topic=a%2Fb&amp;at=2" in page
@@ -262,7 +263,7 @@ def fill(database: Database) -> None:
     rows = [row(f"{state}{n}", **each) for state, found in OF_STATES.items() for n, each in enumerate(found)]
     insert(database, [*rows, row("head", OrderingKey="k"), row("keyed", OrderingKey="k")])
     table = TaskTable(opened(database))
-    admin.changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
+    admin.changes.execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
 
 
 @pytest.mark.extended

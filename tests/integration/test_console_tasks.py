@@ -10,14 +10,18 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox.admin import backlog, changes, operations, selections, topics
-from outbox.admin.operations import Author
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
-from outbox.console import task_pages, visits
-from outbox.console.roles import Role, Roles
+from outbox.rows import backlog
+from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER
+from outbox_admin import operations
+from outbox_admin.changes import execution
+from outbox_admin.operations import Author
+from outbox_admin.tasks import selections, task_pages
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.topics import editing
+from outbox_admin.web import visits
+from outbox_admin.web.roles import Role, Roles
 from tests.support.console import SAME, Outage, begun, console, finished, form_of
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, PAST, insert, row, rows_of, update, update_operation
@@ -40,7 +44,7 @@ def listed(page: str) -> list[str]:
 def test_the_tab_of_a_state_counts_what_it_lists(database: Database, table: TaskTable, jane: TestClient) -> None:
     """Also the tasks of a paused topic, which wait for an operator."""
     insert(database, [row("a"), row("b", Topic="invoices")])
-    topics.change(table, "pause", ["orders"], {"paused": True})
+    editing.change(table, "pause", ["orders"], {"paused": True})
     page = jane.get("/tasks?state=pending").text
     assert len(listed(page)) == 2
     assert re.findall(r'>pending <span class="note">(.*?)</span>', page) == ["2"]
@@ -103,7 +107,7 @@ def test_a_form_that_is_sent_twice_begins_one_operation(database: Database, tabl
 def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database: Database, table: TaskTable):
     insert(database, [row("a", **DEAD)])
     operator = console(database, person="joe", roles=Roles({Role.OPERATOR: ("joe",)}))
-    changes.begin(table, "cancel", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
+    execution.begin(table, "cancel", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
     address = form_of(operator.get("/tasks/retry?state=dead").text, "/tasks/retry")
     forged = re.sub(r"operation=[\w-]+", f"operation={ID}", address)
     assert operator.post(forged, data={"reason": "why"}, headers=SAME).status_code == 303
@@ -122,8 +126,8 @@ def test_a_person_stops_and_continues_an_operation(
     monkeypatch.setattr(selections, "CHUNK", 2)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(20)])
     jane, john = console(database), console(database, person="john@example.com")
-    changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane@example.com", "why"), id=ID, selected=20)
-    crashed = changes.resume(table, ID)
+    execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane@example.com", "why"), id=ID, selected=20)
+    crashed = execution.resume(table, ID)
     done = sum(len(next(crashed).changed) for _ in range(4))
     page = john.get(f"/operation?id={ID}").text
     assert f"{done} of 20" in page
@@ -147,7 +151,7 @@ def test_the_first_page_offers_to_continue_what_another_console_has_left(
 ):
     """However many messages people have looked at since then."""
     monkeypatch.setattr(visits, "OPERATIONS", 2)
-    changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
+    execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
     assert "was interrupted" not in console(database).get("/").text
     update_operation(database, ID, SeenAt=PAST)
     for _ in range(2):

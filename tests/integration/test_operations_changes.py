@@ -12,14 +12,18 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operations, operator_sql, selections, tasks, topics
-from outbox.admin.backlog import Count
-from outbox.admin.operations import Author
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
-from outbox.console.operation_pages import address_of
 from outbox.devtools.emulators import Emulators
+from outbox.rows import backlog
+from outbox.rows.backlog import Count
+from outbox.rows.task_table import TaskTable
 from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, NEVER, UNSENT
+from outbox_admin import operations
+from outbox_admin.changes import change_sql, chunks, execution
+from outbox_admin.operations import Author
+from outbox_admin.tasks import lookup, selections, task_sql
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.tasks.task_filters import address_of
+from outbox_admin.topics import editing
 from tests.support.commands import Commands, selecting
 from tests.support.console import begun, console, finished
 from tests.support.operations import (
@@ -105,7 +109,7 @@ Way = Callable[[Emulators, Database, TaskTable, str, TaskSelection], tuple[int, 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selections, "CHUNK", 3)
-    monkeypatch.setattr(selections, "PAGE", 4)
+    monkeypatch.setattr(chunks, "PAGE", 4)
 
 
 def function(
@@ -113,11 +117,11 @@ def function(
 ) -> tuple[int, int]:
     at = table.now()
     selection = dataclasses.replace(
-        selection, state=selection.state or changes.OF_IDS[name], as_of=at, until=selection.until or at
+        selection, state=selection.state or execution.OF_IDS[name], as_of=at, until=selection.until or at
     )
-    preview = selections.preview(table, selection, name)
+    preview = chunks.preview(table, selection, name)
     assert sum(number for *_, number in preview.groups) == preview.tasks
-    assert len(changed(changes.change(table, name, selection, Author(reason="why")))) == preview.tasks
+    assert len(changed(execution.change(table, name, selection, Author(reason="why")))) == preview.tasks
     return preview.tasks, sum(preview.refused.values())
 
 
@@ -202,7 +206,7 @@ STATES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
 def test_all_counts_of_a_preview_are_those_of_one_time(state: str) -> None:
     """Otherwise, if they take long, fewer tasks can match with the expired ones than without them."""
-    for statement in (*operator_sql.counts_of_state(state, {"unexpired"}), operator_sql.grouped(state, {"unexpired"})):
+    for statement in (*task_sql.counts_of_state(state, {"unexpired"}), change_sql.grouped(state, {"unexpired"})):
         assert ("ExpiresAt <= @now" in statement, "CURRENT_TIMESTAMP" in statement) == (True, False)
 
 
@@ -253,15 +257,15 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
         for id in come:
             update(database, id, **columns)
         if how == "change":
-            outcomes = list(changes.change(table, name, selection))
+            outcomes = list(execution.change(table, name, selection))
         else:
-            changes.begin(table, name, selection, changes.UNNAMED, id=f"{of_ids}", selected=14)
+            execution.begin(table, name, selection, execution.UNNAMED, id=f"{of_ids}", selected=14)
             chunks = 1 if how == "continue" else 100
-            outcomes = list(itertools.islice(changes.resume(table, f"{of_ids}"), chunks))
-            outcomes += changes.resume(table, f"{of_ids}") if how == "continue" else ()
+            outcomes = list(itertools.islice(execution.resume(table, f"{of_ids}"), chunks))
+            outcomes += execution.resume(table, f"{of_ids}") if how == "continue" else ()
         assert changed(outcomes) == stay
         unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
-        came = dict.fromkeys(come if of_ids else (), changes.NEWCOMER)
+        came = dict.fromkeys(come if of_ids else (), execution.NEWCOMER)
         assert unchanged == dict.fromkeys(leave, "pending") | came | dict.fromkeys(go, "missing")
         operation = operations.operation(table, f"{of_ids}") or operations.latest(table, 1)[0]
         assert operation.unchanged == Counter(unchanged.values())
@@ -298,13 +302,13 @@ def of_ids(*ids: str, state: str = selections.ANY_UNSENT) -> TaskSelection:
 def cancel(table: TaskTable, *ids: str) -> str:
     """Cancel tasks; return the operation."""
     id = operations.new_id()
-    assert changed(changes.change(table, "cancel", of_ids(*ids), id=id)) == sorted(ids)
+    assert changed(execution.change(table, "cancel", of_ids(*ids), id=id)) == sorted(ids)
     return id
 
 
 def restore(table: TaskTable, operation: str | None = None, ids: Sequence[str] | None = None) -> list[str]:
     selection = TaskSelection(state=CANCELLED, operation=operation, ids=ids and tuple(ids))
-    return changed(changes.change(table, "restore", selection))
+    return changed(execution.change(table, "restore", selection))
 
 
 def cancelled(database: Database) -> list[str]:
@@ -337,7 +341,7 @@ def test_a_key_that_nothing_holds_is_read_within_a_minute(database: Database, ta
         each = rows_of(database)[id]
         assert (each["AvailableAt"] <= table.now() + KEY_CHECK, each["BlockedBy"]) == (id == "k 3", "k 0")
     assert rows_of(database)["k 3"]["AvailableAt"] >= soon
-    assert changed(changes.change(table, "cancel", TaskSelection(state="blocked"))) == ["k 3", "k 4"]
+    assert changed(execution.change(table, "cancel", TaskSelection(state="blocked"))) == ["k 3", "k 4"]
 
 
 @pytest.mark.parametrize("name", ["resend", "restore", "purge", "retry"])
@@ -358,8 +362,8 @@ def test_what_the_preview_counted_and_the_change_leaves_out_is_an_error(
 
     monkeypatch.setattr(selections, "count", count)
     if name == "resend":
-        monkeypatch.setattr("publishworker.pubsub.resending.opened", lambda *_: lambda _messages: {})
-        monkeypatch.setattr(topics, "check_destinations", lambda *_, **__: None)
+        monkeypatch.setattr("outbox_admin.changes.resending.opened", lambda *_: lambda _messages: {})
+        monkeypatch.setattr(editing, "check_destinations", lambda *_, **__: None)
     words = {"resend": ["--to=other", "--topic=orders"], "restore": ["--state=cancelled"], "retry": ["--state=dead"]}
     arguments = [*words.get(name, ["--state=sent", "--until=1m"]), "--yes", "--reason=why"]
     done = Commands(emulators, database).here(name, *arguments)
@@ -388,7 +392,7 @@ def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Dat
         TaskSelection(state=CANCELLED, operation=id),
         of_ids("overtaken 0", "overtaken 1", "before 0", "s 1", state=CANCELLED),
     ):
-        assert selections.preview(table, selection, "restore").overtaken == 3
+        assert chunks.preview(table, selection, "restore").overtaken == 3
 
 
 #: The columns of the head of a deferred task, and whether a retry releases the task.
@@ -412,7 +416,7 @@ def test_a_retry_releases_a_deferred_task_unless_its_head_waits(
     insert(database, [row("head", **{"OrderingKey": "k", **head})] if head is not None else [])
     selection = TaskSelection(ids=("task",))
     assert selections.count(table, selection, exact=True).number == retried
-    assert changed(changes.change(table, "retry", selection)) == ["task"] * retried
+    assert changed(execution.change(table, "retry", selection)) == ["task"] * retried
     assert (rows_of(database)["task"]["BlockedBy"] is None) == retried
 
 
@@ -424,9 +428,9 @@ def test_a_cancelled_task_that_sql_made_unsent_is_restored_or_cancelled_again(
     cancel(table, "a", "b")
     update_rows(database, SentAt=None)
     for name, state in (("retry", "dead"), ("purge", CANCELLED)):
-        [outcome] = changes.change(table, name, of_ids("a", "b", state=state))
-        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {operator_sql.MADE_UNSENT})
-    assert changed(changes.change(table, "cancel", of_ids("a"))) == ["a"]
+        [outcome] = execution.change(table, name, of_ids("a", "b", state=state))
+        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {task_sql.MADE_UNSENT})
+    assert changed(execution.change(table, "cancel", of_ids("a"))) == ["a"]
     assert restore(table, ids=["a", "b"]) == ["a", "b"]
     assert {id for id, each in rows_of(database).items() if each["SentAt"] or each["CancelledBy"]} == set()
 
@@ -438,7 +442,7 @@ def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: 
     found: list[str] = []
     after = None
     while found == [] or after:
-        page = tasks.find(table, [CANCELLED], newest=True, limit=3, after=after)
+        page = lookup.find(table, [CANCELLED], newest=True, limit=3, after=after)
         found += [each.columns["Id"] for each in page.tasks]
         after = page.next
     assert (sorted(found), set(found[:4])) == (list("0123456"), set("3456"))
@@ -447,14 +451,14 @@ def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: 
         ({"operation": first}, "012"), ({"since": table.now()}, ""),
     ):  # fmt: skip
         selection = TaskSelection(state=CANCELLED, **more)  # type: ignore[arg-type]  # of several types
-        listed = tasks.find(table, [CANCELLED], selection).tasks
+        listed = lookup.find(table, [CANCELLED], selection).tasks
         assert sorted(each.columns["Id"] for each in listed) == list(expected)
         assert selections.count(table, selection, exact=True).number == len(expected)
-    both = tasks.find(table, [CANCELLED, "pending"], newest=False).tasks
+    both = lookup.find(table, [CANCELLED, "pending"], newest=False).tasks
     assert [each.state for each in both] == ["pending"] + [CANCELLED] * 7
-    shown = tasks.task(table, "3")
+    shown = lookup.task(table, "3")
     assert shown
     assert (shown.state, shown.columns["CancelledBy"]) == (CANCELLED, second)
-    assert tasks.beginning_with(table, ["7", "6"], 9) == {"7": ["7"], "6": ["6"]}
-    assert changed(changes.change(table, "purge", TaskSelection(state=CANCELLED, topic="bills"))) == list("135")
+    assert lookup.beginning_with(table, ["7", "6"], 9) == {"7": ["7"], "6": ["6"]}
+    assert changed(execution.change(table, "purge", TaskSelection(state=CANCELLED, topic="bills"))) == list("135")
     assert (cancelled(database), sorted(rows_of(database))) == (list("0246"), list("02467"))

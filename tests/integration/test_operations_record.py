@@ -16,17 +16,20 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes, operations, selections, topics
-from outbox.admin.changes import Outcome
-from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
-from outbox.admin.reshard import Resharding
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.states import CANCELLED, NEVER
+from outbox_admin import operations
+from outbox_admin.changes import chunks, execution
+from outbox_admin.changes.execution import Outcome
+from outbox_admin.operations import RECORDED_IDS, Author, NotContinued, Operation
+from outbox_admin.schema.reshard import Resharding
+from outbox_admin.tasks import selections
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.topics import editing
 from tests.support.commands import Commands
 from tests.support.console import SAME, console
 from tests.support.fakes import serialized
@@ -66,7 +69,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selections, "CHUNK", 3)
-    monkeypatch.setattr(selections, "PAGE", 4)
+    monkeypatch.setattr(chunks, "PAGE", 4)
 
 
 def fill(database: Database, columns: dict[str, Any]) -> None:
@@ -84,7 +87,7 @@ def ids(to: Subscription) -> list[str]:
 
 
 def begin(table: TaskTable, selection: TaskSelection, name: str = "retry", id: str = ID) -> None:
-    assert changes.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
+    assert execution.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
 
 
 def dead_again(database: Database, ids: tuple[str, ...]) -> None:
@@ -100,12 +103,12 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(  # noqa:
     """No task is left out, and a retried task that is dead again is not retried twice."""
     fill(database, columns)
     if name == "restore":
-        list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(NAMES))))
-    begin(table, changes.resend_to(table, selection, to.topic) if name == "resend" else selection, name)
+        list(execution.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(NAMES))))
+    begin(table, execution.resend_to(table, selection, to.topic) if name == "resend" else selection, name)
     done: list[str] = []
-    for chunks in (1, 2, 4, 100):
-        process = changes.resume(TaskTable(opened(database)), ID)
-        for outcome in itertools.islice(process, chunks):
+    for number in (1, 2, 4, 100):
+        process = execution.resume(TaskTable(opened(database)), ID)
+        for outcome in itertools.islice(process, number):
             done += outcome.changed
             if name == "retry" and selection.state != "sent":
                 dead_again(database, outcome.changed)
@@ -118,7 +121,7 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(  # noqa:
     with pytest.raises(NotContinued):
         operations.proceed(table, ID, JOHN)
     with pytest.raises(NotContinued):
-        list(changes.resume(table, ID))
+        list(execution.resume(table, ID))
 
 
 def test_no_task_is_changed_twice_whichever_transactions_fail(
@@ -140,7 +143,7 @@ def test_no_task_is_changed_twice_whichever_transactions_fail(
     retried: list[str] = []
     while operations.found(table, ID).finished_at is None:
         with contextlib.suppress(NotReached):
-            list(changes.resume(table, ID))
+            list(execution.resume(table, ID))
         new = [id for id, columns in rows_of(database).items() if columns["AvailableAt"] != NEVER]
         if new:
             dead_again(database, tuple(new))
@@ -155,12 +158,12 @@ def test_processes_that_continue_one_operation_share_its_chunks_once(
 ):
     """The one that comes second with a chunk ends, as does that of a stopped operation. Each task counts once."""
     fill(database, DEAD if name == "retry" else {"SentAt": PAST})
-    begin(table, TaskSelection(state="dead") if name == "retry" else changes.resend_to(table, SENT, to.topic), name)
-    first, second = changes.resume(table, ID), changes.resume(TaskTable(opened(database)), ID)
+    begin(table, TaskSelection(state="dead") if name == "retry" else execution.resend_to(table, SENT, to.topic), name)
+    first, second = execution.resume(table, ID), execution.resume(TaskTable(opened(database)), ID)
     done = list(next(first).changed)
     with pytest.raises(NotContinued, match="continued by another process"):
         next(second)
-    third = changes.resume(table, ID)
+    third = execution.resume(table, ID)
     done += next(third).changed
     with pytest.raises(NotContinued):
         next(first)
@@ -168,7 +171,7 @@ def test_processes_that_continue_one_operation_share_its_chunks_once(
     with pytest.raises(NotContinued, match="was stopped"):
         next(third)
     operations.proceed(table, ID, JANE)
-    done += changed(changes.resume(table, ID))
+    done += changed(execution.resume(table, ID))
     assert sorted(done) == NAMES
     assert operations.found(table, ID).tasks == len(NAMES)
     assert sorted(ids(to)) == (NAMES if name == "resend" else [])
@@ -202,7 +205,7 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
         **{id: why for id, (_, why) in BROKEN.items()},
     }.items():
         with pytest.raises(OutboxError, match=reason):
-            list(changes.resume(table, id))
+            list(execution.resume(table, id))
         for flags in ([], ["--dry-run"]):
             refused = outbox.here("operations", "continue", id, *flags)
             assert (refused.code, refused.stdout) == (1, "")
@@ -228,11 +231,13 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     """One that changes nothing has one, too. They are listed by operation, topic and person."""
     insert(database, [row("pending")])
     before, person = table.now(), Author("jane@example.com", "no invoices today")
-    assert [each.changed for each in changes.change(table, "retry", TaskSelection(ids=("pending", "missing")))] == [()]
-    list(changes.change(table, "purge", TaskSelection(state="sent", topic="orders", until=FUTURE)))
-    topics.change(table, "pause", ["orders", "bills"], {"paused": True}, person)
+    assert [each.changed for each in execution.change(table, "retry", TaskSelection(ids=("pending", "missing")))] == [
+        ()
+    ]
+    list(execution.change(table, "purge", TaskSelection(state="sent", topic="orders", until=FUTURE)))
+    editing.change(table, "pause", ["orders", "bills"], {"paused": True}, person)
     for _ in range(2):  # the second one changes nothing
-        topics.change(table, "controls", ["orders"], {"rate_per_second": 0.5, "burst": 3, "max_in_flight": None})
+        editing.change(table, "controls", ["orders"], {"rate_per_second": 0.5, "burst": 3, "max_in_flight": None})
     found = recorded(table)
     assert [(each.operation, each.tasks) for each in found] == [
         ("retry", 0), ("purge", 0), ("pause", None), ("controls", None)
@@ -294,15 +299,15 @@ def test_no_task_is_changed_without_a_record(database: Database, table: TaskTabl
         return original(self, tag, again)
 
     monkeypatch.setattr(TaskTable, "transact", twice)
-    list(changes.change(table, "retry", TaskSelection(ids=("a",))))
+    list(execution.change(table, "retry", TaskSelection(ids=("a",))))
     [record] = recorded(table)
     assert record.tasks == 1
 
     before = rows_of(database)
-    monkeypatch.setattr("outbox.admin.operations.as_json", lambda _selection: None)  # the column is NOT NULL
+    monkeypatch.setattr("outbox_admin.operations.as_json", lambda _selection: None)  # the column is NOT NULL
     insert(database, [row("b", **DEAD)])
     with pytest.raises(Exception, match="Selection"):
-        list(changes.change(table, "cancel", TaskSelection(state="dead", ids=("b",))))
+        list(execution.change(table, "cancel", TaskSelection(state="dead", ids=("b",))))
     assert rows_of(database).keys() == before.keys() | {"b"}
 
 
@@ -320,8 +325,8 @@ TASKS = {
 
 
 def begun(table: TaskTable, to: Subscription, selection: TaskSelection = SENT, **more: Any) -> str:
-    found = changes.resend_to(table, selection, to.topic, **more)
-    assert changes.begin(table, "resend", found, JANE, id=ID, selected=selections.preview(table, found).tasks)
+    found = execution.resend_to(table, selection, to.topic, **more)
+    assert execution.begin(table, "resend", found, JANE, id=ID, selected=chunks.preview(table, found).tasks)
     return ID
 
 
@@ -332,9 +337,9 @@ def test_a_resend_repeats_a_chunk_whose_record_is_missing_in_the_order_of_its_ke
     insert(database, [row(id, **columns) for id, columns in TASKS.items()])
     insert(database, [row("other", Topic="mails", SentAt=PAST), row("unsent"), row("new", SentAt=table.now())])
     before = rows_of(database)
-    list(itertools.islice(changes.resume(table, begun(table, to)), 2))
+    list(itertools.islice(execution.resume(table, begun(table, to)), 2))
     update_operation(database, ID, Position=None, Tasks=0)
-    assert changed(changes.resume(table, ID)) == sorted(TASKS)
+    assert changed(execution.resume(table, ID)) == sorted(TASKS)
     found = ids(to)
     assert len(found) > len(TASKS)
     assert {*found} == {*TASKS}
@@ -351,13 +356,13 @@ def test_ids_that_cannot_be_published_are_named_and_the_others_go(
     insert(database, [row("b", SentAt=PAST, OrderingKey="k"), row("again", SentAt=PAST)])
     insert(database, [row("a", SentAt=PAST, Data=serialized(b"data", attributes={"n": "1"}))])
     selection = TaskSelection(state="sent", ids=("gone", "a", "unsent", "broken", "b", "again"), until=table.now())
-    found = changes.resend_to(table, selection, to.topic)
-    assert selections.preview(table, found).refused == {"missing": 1, "pending": 1}
+    found = execution.resend_to(table, selection, to.topic)
+    assert chunks.preview(table, found).refused == {"missing": 1, "pending": 1}
     begun(table, to, selection)
     update(database, "again", SentAt=COMMIT_TIMESTAMP)
-    outcomes = list(changes.resume(table, ID))
+    outcomes = list(execution.resume(table, ID))
     unchanged = {id: why.split(":")[0] for outcome in outcomes for id, why in outcome.unchanged.items()}
-    assert unchanged == {"unsent": "unsent", "again": changes.EXCLUDED, "broken": "undecodable", "gone": "missing"}
+    assert unchanged == {"unsent": "unsent", "again": execution.EXCLUDED, "broken": "undecodable", "gone": "missing"}
     a, b = sorted(to.drain(), key=lambda each: str(each.attributes[TASK_ID_ATTRIBUTE]))
     assert (a.data, dict(a.attributes)) == (b"data", {"n": "1", TASK_ID_ATTRIBUTE: "a"})
     assert (b.attributes[TASK_ID_ATTRIBUTE], b.ordering_key) == ("b", "k")
@@ -375,7 +380,7 @@ def test_a_selection_narrows_by_topic_time_and_key(
     insert(database, [row("mail", SentAt=PAST, OrderingKey="k", Topic="mails")])
     every = (*edges, "of l", "of none", "mail") if by_ids else None
     window = dataclasses.replace(SENT, since=PAST, until=PAST + SECOND, ordering_key="k", ids=every)
-    list(changes.resume(table, begun(table, to, window)))
+    list(execution.resume(table, begun(table, to, window)))
     assert sorted(ids(to)) == ["first", "last"]
 
 
@@ -385,9 +390,9 @@ def test_the_rate_limits_tasks_per_second(
     """Also of a process that continues. A chunk has at most the tasks of a second."""
     insert(database, [row(f"{n}", SentAt=PAST, OrderingKey="k") for n in range(6)])
     waits: list[float] = []
-    monkeypatch.setattr(changes, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
-    outcomes: list[Outcome] = [*itertools.islice(changes.resume(table, begun(table, to, rate=2)), 1)]
-    outcomes += changes.resume(table, ID)
+    monkeypatch.setattr(execution, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+    outcomes: list[Outcome] = [*itertools.islice(execution.resume(table, begun(table, to, rate=2)), 1)]
+    outcomes += execution.resume(table, ID)
     assert [len(outcome.changed) for outcome in outcomes] == [2, 2, 2]
     assert len([each for each in waits if 0 < each <= 1]) == 1, "the second chunk of the second process"
 
@@ -401,8 +406,8 @@ def test_a_resend_that_makes_no_sense_is_refused(database: Database, table: Task
         (SENT, "-", "--to: topic '-' is not a name that Pub/Sub allows"),
     ):
         with pytest.raises(SettingError, match=sentence):
-            changes.resend_to(table, selection, topic)
-    assert changes.resend_to(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
+            execution.resend_to(table, selection, topic)
+    assert execution.resend_to(table, SENT, "orders", own=True).to == f"projects/{table.project}/topics/orders"
 
 
 @pytest.mark.extended

@@ -20,17 +20,18 @@ from starlette.testclient import TestClient
 
 import outbox
 from outbox import reading
-from outbox.admin import backlog, tasks
-from outbox.admin.flags import TEXT
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.base.schedules import Schedule
 from outbox.base.values import MAX_ID_CHARACTERS
-from outbox.console import visits
-from outbox.console.operation_pages import address_of
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.reading import Position, SentTasks
+from outbox.rows import backlog
+from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER, STATES, UNSENT
+from outbox_admin.flags import TEXT
+from outbox_admin.tasks import lookup
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.tasks.task_filters import address_of
+from outbox_admin.web import visits
 from tests.support.commands import Commands, selecting
 from tests.support.console import console
 from tests.support.fakes import serialized
@@ -54,7 +55,7 @@ def paged(table: TaskTable, *states: str, limit: int, newest: bool = False, topi
     after = None
     while True:
         selection = TaskSelection(topic=topic)
-        page = tasks.find(table, states, selection, newest=newest, after=after, limit=limit)
+        page = lookup.find(table, states, selection, newest=newest, after=after, limit=limit)
         assert page.whole
         assert len(page.tasks) == limit or page.next is None
         yield from (task.columns["Id"] for task in page.tasks)
@@ -68,14 +69,14 @@ def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch
     insert(database, [row(f"{state} {n}", **each) for state, of in OF_STATES.items() for n, each in enumerate(of)])
     every = {state: {f"{state} {n}" for n in range(len(of))} for state, of in OF_STATES.items()}
     for state, names in every.items():
-        page = tasks.find(watch.table, [state])
+        page = lookup.find(watch.table, [state])
         assert ({task.columns["Id"] for task in page.tasks}, {task.state for task in page.tasks}) == (names, {state})
         assert (page.next, page.whole) == (None, True)
-        assert {getattr(tasks.task(watch.table, name), "state", None) for name in names} == {state}
-    found = {task.columns["Id"] for task in tasks.find(watch.table, UNSENT, limit=1_000).tasks}
+        assert {getattr(lookup.task(watch.table, name), "state", None) for name in names} == {state}
+    found = {task.columns["Id"] for task in lookup.find(watch.table, UNSENT, limit=1_000).tasks}
     assert found == set().union(*(every[state] for state in UNSENT))
     watch.requests.clear()
-    page = tasks.find(watch.table, ["dead", "sent"])
+    page = lookup.find(watch.table, ["dead", "sent"])
     assert {task.columns["Id"] for task in page.tasks} == every["dead"] | every["sent"]
     lists = [request for _, request in watch.requests if request.request_options.request_tag == "outbox-list"]
     times = {request.transaction.single_use.read_only.read_timestamp.rfc3339() for request in lists}
@@ -103,11 +104,11 @@ def test_a_list_is_sorted_by_time(database: Database, table: TaskTable, state: s
 def test_tasks_with_most_attempts_come_first(database: Database, table: TaskTable) -> None:
     """On one page, whose tasks have no place that they keep. Sent tasks have no such order."""
     insert(database, [row(str(n), AvailableAt=NEVER, Attempts=(3, 9, 0, 12, 5)[n]) for n in range(5)])
-    page = tasks.find(table, ["dead"], limit=3, attempts=True)
+    page = lookup.find(table, ["dead"], limit=3, attempts=True)
     assert ([task.columns["Id"] for task in page.tasks], page.next, page.whole) == (["3", "1", "4"], None, True)
     for states, after in ((["sent"], None), (["dead"], "x")):
         with pytest.raises(SettingError, match="only unsent tasks can be sorted by their attempts"):
-            tasks.find(table, states, after=after, attempts=True)
+            lookup.find(table, states, after=after, attempts=True)
 
 
 @pytest.mark.parametrize("newest", [False, True])
@@ -117,7 +118,7 @@ def test_pages_are_stable_while_rows_change(database: Database, table: TaskTable
     found: list[str] = []
     after = None
     for number in range(9):
-        page = tasks.find(table, UNSENT, newest=newest, after=after, limit=2)
+        page = lookup.find(table, UNSENT, newest=newest, after=after, limit=2)
         found += [task.columns["Id"] for task in page.tasks]
         if (after := page.next) is None:
             break
@@ -130,13 +131,13 @@ def test_pages_are_stable_while_rows_change(database: Database, table: TaskTable
 def test_a_cursor_goes_on_only_where_it_came_from(database: Database, table: TaskTable):
     """A cut or foreign one is refused in a sentence, as is one of the other order."""
     insert(database, [row(name) for name in "abc"])
-    cursor = tasks.find(table, limit=1).next
+    cursor = lookup.find(table, limit=1).next
     assert cursor
     for edited in (cursor[:-1], f"{cursor}A", "", "zwölf", "$$"):
         with pytest.raises(OutboxError, match="is not a cursor from the end of a list"):
-            tasks.find(table, after=edited)
+            lookup.find(table, after=edited)
     with pytest.raises(OutboxError, match="is from a list of the oldest tasks"):
-        tasks.find(table, after=cursor, newest=True)
+        lookup.find(table, after=cursor, newest=True)
 
 
 FORGED = (
@@ -153,14 +154,14 @@ def test_a_forged_cursor_is_refused(table: TaskTable):
         times = text.replace("TIME", '"2026-01-01T00:00:00.000001Z"')
         forged = urlsafe_b64encode(times.encode()).decode().rstrip("=")
         with pytest.raises(SettingError, match="is not a cursor from the end of a list"):
-            tasks.find(table, (state,), after=forged, newest=newest)
+            lookup.find(table, (state,), after=forged, newest=newest)
 
 
 def test_the_command_accepts_the_cursor_of_the_longest_id(database: Database, table: TaskTable):
     long = "\N{OUTBOX TRAY}" * (MAX_ID_CHARACTERS - 1)
     insert(database, [row(f"{n}{long}") for n in range(2)])
-    cursor = TEXT.value(str(tasks.find(table, limit=1).next), "--after")
-    assert [task.columns["Id"] for task in tasks.find(table, after=cursor).tasks] == [f"1{long}"]
+    cursor = TEXT.value(str(lookup.find(table, limit=1).next), "--after")
+    assert [task.columns["Id"] for task in lookup.find(table, after=cursor).tasks] == [f"1{long}"]
 
 
 def test_a_list_compares_a_bounded_number_of_tasks(
@@ -171,13 +172,13 @@ def test_a_list_compares_a_bounded_number_of_tasks(
         monkeypatch.setattr(backlog, name, most)
     of_one_shard = {"OrderingKey": "k"}
     insert(database, [row(str(n), CreatedAt=CREATED + n * SECOND, **of_one_shard) for n in range(5)])
-    page = tasks.find(table, newest=True, limit=2)
+    page = lookup.find(table, newest=True, limit=2)
     assert ([task.columns["Id"] for task in page.tasks], page.whole) == (["2", "1"], False)
-    assert tasks.find(table, limit=3).whole is False
-    assert tasks.find(table, limit=5).whole is True
+    assert lookup.find(table, limit=3).whole is False
+    assert lookup.find(table, limit=5).whole is True
     few = TaskSelection(id_prefix="4")
-    assert tasks.find(table, selection=few, limit=2) == tasks.Page([], mock.ANY, None, whole=False)
-    assert len(tasks.find(table, selection=few, limit=5).tasks) == 1
+    assert lookup.find(table, selection=few, limit=2) == lookup.Page([], mock.ANY, None, whole=False)
+    assert len(lookup.find(table, selection=few, limit=5).tasks) == 1
 
 
 #: The end of a selection of times, and rows around it in each state.
@@ -217,7 +218,7 @@ SELECTED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 def by_function(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
     table = caller.app.console.table  # type: ignore[attr-defined]  # an ASGI callable
-    page = tasks.find(table, [str(selection.state)], selection)
+    page = lookup.find(table, [str(selection.state)], selection)
     return [task.columns["Id"] for task in page.tasks]
 
 
@@ -267,12 +268,12 @@ def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database:
     insert(database, [*behind, dead, row("later", AvailableAt=FUTURE, OrderingKey="later"), row("free")])
     seen = backlog.read(watch.table)
     update(database, "dead", SentAt=PAST)
-    heads = tasks.blocked_heads(watch.table, seen)
+    heads = lookup.blocked_heads(watch.table, seen)
     assert [(each.id, each.blocked, each.head and each.head.state) for each in heads] == [
         ("dead", 3, "dead"), ("gone", 2, None), ("later", 1, "scheduled"),
     ]  # fmt: skip
     assert (heads[0].head and heads[0].head.columns["LastError"]) == "not_found"
-    assert [each.id for each in tasks.blocked_heads(watch.table, seen, limit=1)] == ["dead"]
+    assert [each.id for each in lookup.blocked_heads(watch.table, seen, limit=1)] == ["dead"]
     watch.check()
 
 

@@ -24,7 +24,7 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
 from outbox.registration import COLUMNS
-from outbox.table import transactions
+from outbox.table import timeouts
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.clients import aio
 from tests.support.drivers import aborting
@@ -220,7 +220,7 @@ def test_an_outage_ends_a_call(
     run_async: Callable[..., Any], emulators: Emulators, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
 ) -> None:
     """The client itself would repeat the request for ever, without a pause."""
-    monkeypatch.setattr(transactions, "IN_TRANSACTION_SECONDS", 1.0)
+    monkeypatch.setattr(timeouts, "IN_TRANSACTION_SECONDS", 1.0)
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
 

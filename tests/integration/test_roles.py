@@ -11,13 +11,17 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import inbox
-from outbox.admin import backlog, changes, operations, selections, tasks, topics, workers
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.reading import Position, SentTasks
+from outbox.rows import backlog, workers
+from outbox.rows.task_table import TaskTable
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import CANCELLED, NEVER, STATES
+from outbox_admin import operations
+from outbox_admin.changes import chunks, execution
+from outbox_admin.tasks import lookup, selections
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.topics import editing
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import any_to_send, topics_to_send
 from publishworker.types import Deferred, NotSent, Published, TopicKey
@@ -107,21 +111,23 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     heard = Heard(table.database)
     backlog.read(table)
     backlog.oldest_ages(table)
-    tasks.task(table, "sent")
+    lookup.task(table, "sent")
     assert operations.latest(table, 1) == []
     works: Sequence[Callable[[], object]] = [
-        lambda: list(changes.change(table, "retry", TaskSelection(ids=("dead",)))),
-        lambda: list(changes.change(table, "cancel", TaskSelection(state="dead", ids=("dead too",)))),
-        lambda: list(changes.change(table, "purge", TaskSelection(state="sent", until=datetime.now(UTC)))),
-        lambda: topics.change(table, "pause", ["orders"], {"paused": True}),
-        lambda: changes.begin(table, "cancel", TaskSelection(state="blocked"), operations.UNNAMED, id="1", selected=1),
+        lambda: list(execution.change(table, "retry", TaskSelection(ids=("dead",)))),
+        lambda: list(execution.change(table, "cancel", TaskSelection(state="dead", ids=("dead too",)))),
+        lambda: list(execution.change(table, "purge", TaskSelection(state="sent", until=datetime.now(UTC)))),
+        lambda: editing.change(table, "pause", ["orders"], {"paused": True}),
+        lambda: execution.begin(
+            table, "cancel", TaskSelection(state="blocked"), operations.UNNAMED, id="1", selected=1
+        ),
         lambda: operations.stop(table, "1", operations.UNNAMED),
         lambda: operations.proceed(table, "1", operations.UNNAMED),
-        lambda: list(changes.resume(table, "1")),
+        lambda: list(execution.resume(table, "1")),
         lambda: operations.begin(table, "view", {"ids": ["behind"]}),
-        lambda: list(changes.change(table, "restore", TaskSelection(state=CANCELLED, ids=("dead too",)))),
-        lambda: list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("dead too",)))),
-        lambda: list(changes.change(table, "purge", TaskSelection(state=CANCELLED))),
+        lambda: list(execution.change(table, "restore", TaskSelection(state=CANCELLED, ids=("dead too",)))),
+        lambda: list(execution.change(table, "cancel", TaskSelection(state="unsent", ids=("dead too",)))),
+        lambda: list(execution.change(table, "purge", TaskSelection(state=CANCELLED))),
     ]
     for work in works:
         before = len(heard.commits)
@@ -137,20 +143,20 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     heard = Heard(own_database)
     table = TaskTable(own_database)
     seen = backlog.read(table)
-    backlog.oldest_ages(table), operations.latest(table, 1), table.controls(), topics.unknown(table, ["a"])
-    tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
-    tasks.find(table, [CANCELLED]), tasks.task(table, "none", data=False)
-    selections.preview(table, TaskSelection(state=CANCELLED), "restore")
-    tasks.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
+    backlog.oldest_ages(table), operations.latest(table, 1), table.controls(), editing.unknown(table, ["a"])
+    lookup.errors(table, seen), lookup.blocked_heads(table, seen), lookup.find(table, STATES), lookup.find(table)
+    lookup.find(table, [CANCELLED]), lookup.task(table, "none", data=False)
+    chunks.preview(table, TaskSelection(state=CANCELLED), "restore")
+    lookup.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
     selections.count(table, TaskSelection(ids=("dead",)), exact=True)
     workers.shards_without_worker(table, [], table.now())
-    found = tasks.task(table, "dead", data=False)
+    found = lookup.task(table, "dead", data=False)
     assert found
     allowed = grants("outbox_viewer")
     assert allowed["SELECT", "AsynchronousTasks"] == found.columns.keys() == ddl.columns().keys() - {"Data"}
     assert {("SELECT", table) for table in heard.tables} == allowed.keys()
     assert not any(re.search(r"\bData\b", sql) for sql in heard.sql)
-    tasks.task(table, "dead")
+    lookup.task(table, "dead")
     assert any(re.search(r"\bData\b", sql) for sql in heard.sql)
 
 

@@ -15,12 +15,12 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 import outbox
-from outbox.admin.reshard import Resharding
-from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.rows.task_table import TaskTable
 from outbox.table import ddl, schema
 from outbox.table.ddl import Layout
+from outbox_admin.schema.reshard import Resharding
 from publishworker.process import app, commands
 from publishworker.process.worker_settings import WorkerSettings
 from tests.support.operations import opened

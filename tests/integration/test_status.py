@@ -14,12 +14,15 @@ from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, selections, status
-from outbox.admin.backlog import COUNTS, Line
-from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
+from outbox.rows import backlog
+from outbox.rows.backlog import COUNTS, Line
+from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
+from outbox_admin.changes import chunks
+from outbox_admin.status import problems
+from outbox_admin.tasks import selections
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, SpannerStore
 from tests.support.commands import Commands
 from tests.support.commands import row as task
@@ -138,7 +141,7 @@ def test_a_topic_is_not_late_while_it_is_sent_at_its_limit(
     control(database, "orders", **limits)
     ages = backlog._oldest_ages_at(Later(watch.database), now)
     assert (ages.by_topic.keys(), ages.oldest > 0) == ({"orders"}, is_late)
-    found = status.read(watch.table, backlog.read(watch.table))
+    found = problems.read(watch.table, backlog.read(watch.table))
     assert [each.kind for each in found.problems] == ["no_worker", "late" if is_late else "at_limit"]
     assert (found.backlog.oldest is not None, found.backlog.total.oldest is not None) == (is_late, is_late)
 
@@ -343,7 +346,7 @@ def test_errors_that_differ_only_in_ids_and_numbers_are_one_group(database: Data
     found = [(each["error"] in errors, each["tasks"]) for each in status["errors"] if each["state"] == "dead"]
     assert found == [(True, 4), (False, 1)]
     for narrowed in ({"state": "dead"}, {"ids": ("d0", "d1", "d2", "d3", "d4")}):
-        groups = selections.preview(TaskTable(database), selections.TaskSelection(**narrowed)).groups
+        groups = chunks.preview(TaskTable(database), selections.TaskSelection(**narrowed)).groups
         assert [number for *_, number in groups] == [4, 1]
 
 

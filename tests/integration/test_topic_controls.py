@@ -17,14 +17,15 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 import outbox
-from outbox.admin import operations, topics
-from outbox.admin.operations import Author
-from outbox.admin.table import TaskTable
-from outbox.console.visits import Shared
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
+from outbox.rows.task_table import TaskTable
 from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
+from outbox_admin import operations
+from outbox_admin.operations import Author
+from outbox_admin.topics import editing
+from outbox_admin.web.visits import Shared
 from tests.support.commands import Commands
 from tests.support.console import SAME, console, form_of, text
 from tests.support.processes import Finished
@@ -73,8 +74,8 @@ def by_function(_command: Commands, caller: TestClient, topic: str, change: Chan
             NAMES[name]: None if value is None else VALUES[NAMES[name]].kind.value(value, name)
             for name, value in change.items()
         }
-        topics.preview(table, topic, values, exact=True)
-        topics.change(table, "controls", [topic], values, Author(reason="why"))
+        editing.preview(table, topic, values, exact=True)
+        editing.change(table, "controls", [topic], values, Author(reason="why"))
     except OutboxError as error:
         return str(error)
     return ""

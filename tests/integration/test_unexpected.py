@@ -14,20 +14,26 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, history, operations, reshard, selections, tasks, topics, workers
-from outbox.admin.operator_sql import MAX_TEXT
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
-from outbox.admin.workers import MAX_INFOS, MAX_ITEMS
 from outbox.base.values import MAX_JSON
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
 from outbox.reading import Position, SentTasks
+from outbox.rows import backlog, workers
+from outbox.rows.counts_sql import MAX_TEXT
+from outbox.rows.task_table import TaskTable
+from outbox.rows.workers import MAX_INFOS, MAX_ITEMS
 from outbox.table.connection import UNARY_SECONDS
 from outbox.table.ddl import MAX_SHARDS, Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER
-from outbox.table.transactions import retry_and_timeout
+from outbox.table.timeouts import retry_and_timeout
+from outbox_admin import operations
+from outbox_admin.changes import execution
+from outbox_admin.schema import reshard
+from outbox_admin.status import last_hour
+from outbox_admin.tasks import lookup, selections
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.topics import editing
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry import metrics as m
 from publishworker.topics.availability import RateLimits, split_valid
@@ -58,16 +64,16 @@ def selected(state: str) -> TaskSelection:
 WORK: dict[str, Callable[[TaskTable], Any]] = {
     "status": backlog.read,
     "status --exact": lambda table: backlog.read(table, exact=True),
-    "list": tasks.find,
-    "show": lambda table: tasks.task(table, "0"),
+    "list": lookup.find,
+    "show": lambda table: lookup.task(table, "0"),
     "tail": lambda table: SentTasks(table, Position(PAST), None).page(),
     "count": lambda table: selections.count(table, selected("dead"), exact=True),
-    "retry": lambda table: list(changes.change(table, "retry", selected("dead"))),
-    "retry ids": lambda table: list(changes.change(table, "retry", TaskSelection(ids=("1",)))),
-    "purge": lambda table: list(changes.change(table, "purge", selected("sent"))),
-    "cancel": lambda table: list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("1",)))),
-    "waiting topics": lambda table: topics.waiting(table, ["orders"]),
-    "pause": lambda table: topics.change(table, "pause", ["orders"], {"paused": True}),
+    "retry": lambda table: list(execution.change(table, "retry", selected("dead"))),
+    "retry ids": lambda table: list(execution.change(table, "retry", TaskSelection(ids=("1",)))),
+    "purge": lambda table: list(execution.change(table, "purge", selected("sent"))),
+    "cancel": lambda table: list(execution.change(table, "cancel", TaskSelection(state="unsent", ids=("1",)))),
+    "waiting topics": lambda table: editing.waiting(table, ["orders"]),
+    "pause": lambda table: editing.change(table, "pause", ["orders"], {"paused": True}),
 }
 
 
@@ -356,18 +362,18 @@ def test_no_column_is_read_further_than_its_bound(database: Database, outbox: Co
     counted = backlog.read(table)
     found = [*operations.latest(table, 100), *(operations.operation(table, str(n)) for n in range(4))]
     assert {len(each.selection) <= MAX_JSON and len(each.principal) <= MAX_TEXT for each in found} == {True}
-    errors = [*tasks.errors(table, counted), tasks.task(table, "0"), *tasks.find(table).tasks]
+    errors = [*lookup.errors(table, counted), lookup.task(table, "0"), *lookup.find(table).tasks]
     assert max(len(getattr(each, "error", None) or each.columns["LastError"]) for each in errors) == MAX_TEXT
     for n in range(4):
         with pytest.raises(OutboxError, match="Start a new operation"):
-            changes.continued(table, str(n))
+            execution.continued(table, str(n))
     assert max(len(each.shards) for each in counted.workers) == 2 * MAX_SHARDS
     assert max(len(each.circuits) for each in counted.workers) == MAX_ITEMS
     assert len(json.dumps([each.info for each in counted.workers], separators=(",", ":"))) < 2 * MAX_INFOS
     assert len(workers.open_circuits(counted.workers)) <= MAX_ITEMS
     assert len(workers.differing(counted.workers)) <= MAX_ITEMS
-    hour = history.read(table, counted)
-    assert (len(hour.topics) <= history.MAX_TOPICS, len(hour.failed())) == (True, history.MAX_REASONS)
+    hour = last_hour.read(table, counted)
+    assert (len(hour.topics) <= last_hour.MAX_TOPICS, len(hour.failed())) == (True, last_hour.MAX_REASONS)
     for words in ("status", "workers", "operations"):
         for flags in ([], ["--json"]):
             assert outbox.here(words, *flags).code == 0

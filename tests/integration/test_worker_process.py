@@ -25,9 +25,11 @@ from outbox.devtools.emulators import Emulators
 from outbox.program.channels import open_pubsub
 from outbox.table import connection, ddl
 from outbox.table.connection import LimitedDatabase, open_database
-from publishworker.process import cli, verify
+from outbox_admin import cli as outbox_cli
+from outbox_admin import verify
+from outbox_admin.verify import CHECKS
+from publishworker.process import cli
 from publishworker.process.app import open_store
-from publishworker.process.verify import CHECKS
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner import change_stream
@@ -238,7 +240,7 @@ def small(emulators: Emulators, spanner_instance: Instance, monkeypatch: pytest.
 
 def test_all_checks_run_and_nothing_is_left(small: Instance, capsys: pytest.CaptureFixture[str]) -> None:
     """What the emulator cannot show is not available, and never counts as passed."""
-    assert cli.main([*FLAGS, "--yes", "--json"]) == 0
+    assert outbox_cli.main([*FLAGS, "--yes", "--json"]) == 0
     out, err = capsys.readouterr()
     found = {each["name"]: each for each in json.loads(out)["checks"]}
     assert list(found) == list(CHECKS)
@@ -294,7 +296,7 @@ def test_late_commits_are_repeated_by_their_ids(
     monkeypatch.setattr(connection, "LimitedDatabase", Late)
     monkeypatch.setattr(Late, "every", every)
     monkeypatch.setattr(Late, "commits", 0)
-    cli.main([*FLAGS, "--yes", "--json"])
+    outbox_cli.main([*FLAGS, "--yes", "--json"])
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
     assert found["load"]["verdict"] == loaded
     assert (found["plans"]["verdict"] == "not run") is (loaded == "failed")
@@ -316,7 +318,7 @@ def test_a_check_that_raises_leaves_nothing(  # noqa: PLR0917 - cases
 ) -> None:  # fmt: skip
     """If it fails it is named, and the others run."""
     monkeypatch.setitem(CHECKS, "roles", mock.Mock(side_effect=error))
-    assert cli.main([*FLAGS, "--yes"]) == code
+    assert outbox_cli.main([*FLAGS, "--yes"]) == code
     out = capsys.readouterr().out
     assert sentence in " ".join(out.split())
     assert not sentence or "1 failed" in out.splitlines()[-1]
@@ -325,17 +327,17 @@ def test_a_check_that_raises_leaves_nothing(  # noqa: PLR0917 - cases
 
 def test_a_database_that_exists_is_not_touched(small: Instance, capsys: pytest.CaptureFixture[str]) -> None:
     small.database(NAME).create().result(30)
-    assert cli.main([*FLAGS, "--yes"]) == 1
+    assert outbox_cli.main([*FLAGS, "--yes"]) == 1
     sentence = f"database {NAME} exists. `verify` creates a new one: omit --database"
-    assert capsys.readouterr().err == f"publishworker: {sentence}\n"
+    assert capsys.readouterr().err == f"outbox: {sentence}\n"
     assert small.database(NAME).exists()
 
 
 def test_it_asks_before_it_creates_anything(small: Instance, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*FLAGS]) == 2
+    assert outbox_cli.main([*FLAGS]) == 2
     err = capsys.readouterr().err
     assert f"This creates database {NAME} in instance {INSTANCE}" in err
     assert "Not a terminal. Pass --yes to confirm" in err
     assert not small.database(NAME).exists()
-    assert cli.main([*FLAGS, "--yes", "--rows", "7"]) == 2
+    assert outbox_cli.main([*FLAGS, "--yes", "--rows", "7"]) == 2
     assert "--rows: '7' is not allowed" in capsys.readouterr().err

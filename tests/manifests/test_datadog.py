@@ -23,8 +23,8 @@ from datadog_api_client.v1.model.monitor import Monitor
 from datadog_api_client.v1.model.service_level_objective_request import ServiceLevelObjectiveRequest
 from datadog_api_client.v2.model.metric_tag_configuration_create_request import MetricTagConfigurationCreateRequest
 
-from outbox import cli as outbox_cli
 from outbox.errors import SettingError
+from outbox_admin import cli as outbox_cli
 from publishworker.process import cli as publishworker_cli
 from publishworker.telemetry import metrics as m
 from tests.manifests.rendering import ROOT, rendered

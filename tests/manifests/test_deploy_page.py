@@ -22,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import outbox.cli
+import outbox_admin.cli
 import publishworker.process.cli
 from outbox import __version__
 from outbox.errors import SettingError
@@ -132,7 +132,7 @@ WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy
 CLOUD_RUN = "docs/operations/cloud-run.md"
 PLATFORMS = "docs/operations/pipeline-platforms.md"
 PAGES = (WORKER, PIPELINE, PLATFORMS, CLOUD_RUN, "k8s/README.md")
-PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
+PARSERS = {"outbox": outbox_admin.cli._parser, "publishworker": publishworker.process.cli._parser}
 PIPS = ("pip", "packing/bin/pip")
 PYTHONS = ("python", "python3")
 TOOLS = ("gcloud", "kubectl", "docker", "helm", *PIPS, "tar", *PYTHONS, "outbox-pipeline", "spark-submit", *PARSERS)

@@ -13,15 +13,15 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from outbox.admin.backlog import COUNT_LIMIT
-from outbox.cli import _parser
-from outbox.console.command import ConsoleSettings
 from outbox.devtools.child_process import LOOPBACK
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, running_one
 from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
+from outbox.rows.backlog import COUNT_LIMIT
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
 from outbox.table.ddl import DEFAULT_SHARDS
 from outbox.table.schema import SCHEMA_SECONDS
+from outbox_admin.cli import _parser
+from outbox_admin.web.console_settings import ConsoleSettings
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.grants import GRANT_SECONDS
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS

@@ -19,10 +19,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
-from outbox.admin import operations
 from outbox.base.values import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.table.states import NEVER
+from outbox_admin import operations
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs import archive as job
 from outbox_pipeline.jobs.archive import purge_chunk

@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 from pyspark.sql import SparkSession
 
-from outbox.admin import changes
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.base.values import shown
+from outbox.rows.task_table import TaskTable
 from outbox.table import schema
 from outbox.table.states import MARKS_FINAL_AFTER, NEVER
+from outbox_admin.changes import execution
+from outbox_admin.tasks.selections import TaskSelection
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive_files import commit_name
 from outbox_pipeline.spark.files import Folder
@@ -253,7 +253,7 @@ def test_a_day_whose_tasks_were_purged_before_the_archive_read_them_is_not_compl
     write_lines(place.path(f"received/{DAYS[0]:%Y-%m-%d}/1.jsonl"), messages)
     table = TaskTable(opened(case.database))
     selection = TaskSelection(state="sent", ids=tuple(each["Id"] for each in tasks[:3]))
-    assert len(changed(changes.change(table, "purge", selection))) == 3
+    assert len(changed(execution.change(table, "purge", selection))) == 3
     case.archive(to=place.path("archive"), since=DAYS[0], until=DAYS[2], late=True)
     assert certify(case, place, DAYS[0], "one") == 1
     line, *_ = capsys.readouterr().out.splitlines()

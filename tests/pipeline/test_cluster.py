@@ -6,7 +6,6 @@ Faults in the middle of a job end with an audit of what the job changed.
 import base64
 import json
 import os
-import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -23,10 +23,10 @@ from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from outbox.admin import operations
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
+from outbox_admin import operations
 from outbox_pipeline import cli
 from outbox_pipeline.jobs import audit_inputs as effects
 from outbox_pipeline.jobs.archive import purge_chunk

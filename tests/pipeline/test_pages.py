@@ -18,10 +18,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import StreamingQueryException
 
-from outbox import cli as outbox_command
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.states import NEVER
+from outbox_admin import cli as outbox_command
 from outbox_pipeline import cli, task_id
 from outbox_pipeline.jobs.audit_transforms import FLAWS, OUT_OF_ORDER, STATES
 from outbox_pipeline.jobs.drain import DrainSummary

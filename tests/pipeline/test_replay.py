@@ -15,12 +15,14 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
 
 import outbox
-from outbox.admin import changes, operations, selections
 from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
+from outbox_admin import operations
+from outbox_admin.changes import execution
+from outbox_admin.tasks import selections
 from outbox_pipeline.jobs import replay as job
 from outbox_pipeline.jobs.replay import ARCHIVED_COLUMNS, REPLAY_ROWS, Replayed, replay_chunk
 from outbox_pipeline.spanner import Table
@@ -121,7 +123,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(
     case.archive(late=True)
     before = case.rows()
     watch = Watch(case.database)
-    [_] = changes.change(watch.table, "retry", selections.TaskSelection(ids=("retry1", "retry2")))
+    [_] = execution.change(watch.table, "retry", selections.TaskSelection(ids=("retry1", "retry2")))
     caplog.set_level("INFO", "outbox_pipeline")
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
     done = case.replay(where=where, until="0s", reason="the report lost a day")

@@ -20,15 +20,15 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import EqualTo, GreaterThan, InputPartition
 from pyspark.testing import assertSchemaEqual
 
-from outbox.admin import operator_sql
-from outbox.admin.reshard import Resharding
-from outbox.admin.table import TaskTable
 from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
+from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER, STATES
+from outbox_admin.schema.reshard import Resharding
+from outbox_admin.tasks import task_sql
 from outbox_pipeline import schemas, spanner
 from outbox_pipeline.jobs.register import register_stream
 from outbox_pipeline.rows.texts import task_id
@@ -81,7 +81,7 @@ def every_state(database: Database) -> dict[str, str]:
         }  # fmt: skip
         made.append(row(f"{chance.getrandbits(64):016x}", **columns))
     insert(database, made)
-    statement = operator_sql.task("Id").replace("WHERE Id = @id", "")
+    statement = task_sql.task("Id").replace("WHERE Id = @id", "")
     return {id: state for _, state, id in TaskTable(opened(database)).query(statement, "outbox-show")}
 
 

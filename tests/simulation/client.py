@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
-from outbox.admin import operator_sql
-from outbox.admin.selections import Row, TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.base.schedules import ABORTED
 from outbox.errors import OutboxError
-from outbox.registration import TABLE
+from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
-from outbox.table.states import CANCELLED, NO_SEQUENCE, first_due, is_dead
+from outbox.table.states import CANCELLED, NO_SEQUENCE, TABLE, first_due, is_dead
+from outbox_admin.changes import change_sql
+from outbox_admin.tasks import task_sql
+from outbox_admin.tasks.selections import Row, TaskSelection
 from publishworker.types import TopicKey
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
@@ -70,7 +70,7 @@ def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
 
 
 def _place(row: StoredTask) -> tuple[Any, ...]:
-    """Return the place of a task in the order of `operator_sql.order`, without its ID."""
+    """Return the place of a task in the order of `change_sql.order`, without its ID."""
     if row.sent_at is not None and row.cancelled_by is not None:
         return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence
     return () if row.sent_at is None else (row.sent_at,)
@@ -125,7 +125,7 @@ class Work:
         assert self._selection is not None
         values = dataclasses.asdict(row) | {"now": now, "error": row.last_error, "bytes": len(row.data)}
         is_made_unsent = row.cancelled_by is not None and row.sent_at is None
-        state = operator_sql.MADE_UNSENT if is_made_unsent else state_of(row, now)
+        state = task_sql.MADE_UNSENT if is_made_unsent else state_of(row, now)
         values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
         self.states[row.id] = state
         values |= {"state": state, "matches": matches(self._selection, row, now)}
@@ -275,9 +275,7 @@ class Commands(TaskTable):
         """Return a page of the IDs that matched at the preview."""
         self._spanner.wait(self._spanner.latencies.read)
         values: Mapping[str, Any] = parameters or {}
-        assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
-            statement
-        )
+        assert statement == change_sql.next_ids(str(self._selection and self._selection.state), self._names), statement
         after = [values[name] for name in ("after", "after_created", "after_sequence", "after_id") if name in values]
         found = ([*place, id] for id, place in self.seen.items())
         return [[0, *place] for place in sorted(found) if place > after][: values["limit"]]

@@ -15,14 +15,15 @@ import greenlet
 import grpc
 
 from outbox import observing
-from outbox.admin import backlog, operator_sql, status
-from outbox.admin.table import TaskTable
-from outbox.admin.tasks import BlockedHead
 from outbox.errors import NotReached
+from outbox.rows import backlog, counts_sql
+from outbox.rows.task_table import TaskTable
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import WORKERS
 from outbox.table.states import first_due
+from outbox_admin.status import problems
+from outbox_admin.tasks.lookup import BlockedHead
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog, worker_info
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.telemetry import metrics as m
@@ -150,13 +151,13 @@ class Stage:
         tags = ["project_id:my-project", "subscription_id:billing"]
         self.every(60.0, lambda: self.packets.gauge(UNACKED, self.clockwork.now - begin + 600, tags))
 
-    def problems(self) -> list[status.Problem]:
+    def problems(self) -> list[problems.Problem]:
         """Return what `outbox status` and the console say now."""
         found = backlog.read(IncidentTable(self, lambda: None))
         rows = self.table.unsent_rows()
         behind = Counter(row.blocked_by for row in rows if row.blocked_by)
         heads = [self._head(id, number) for id, number in behind.most_common(1) if id]
-        return status.find(found, orphans=[], controls=self.table.controls, paused_by={}, blocked=heads)
+        return problems.find(found, orphans=[], controls=self.table.controls, paused_by={}, blocked=heads)
 
     def _head(self, id: str, number: int) -> BlockedHead:
         task: Any = SimpleNamespace(state=state_of(self.table.rows[id], self.table.time()))
@@ -190,15 +191,15 @@ class IncidentTable(TaskTable):
     def query(self, statement: str, tag: str, values: Mapping[str, Any] | None = None, **_more: Any) -> list[list[Any]]:
         self._answer()
         now = self._rows.time()
-        if statement in (WORKERS, operator_sql.WORKERS_AT):
+        if statement in (WORKERS, counts_sql.WORKERS_AT):
             columns = 4 if statement == WORKERS else 7
             return [self._worker(id, at, now)[:columns] for id, at in self._rows.seen_at.items()]
         ranges = {
-            operator_sql.COUNT_READY: ("pending", lambda row: row.available_at is None),
-            operator_sql.COUNT_DUE: ("pending", lambda row: row.available_at and row.available_at <= now),
-            operator_sql.COUNT_LATER: ("retrying scheduled blocked", lambda row: row.available_at),
-            operator_sql.COUNT_DEAD: ("dead", lambda _row: True),
-            operator_sql.COUNT_SENT: ("sent", lambda row: row.sent_at > now - timedelta(minutes=1)),
+            counts_sql.COUNT_READY: ("pending", lambda row: row.available_at is None),
+            counts_sql.COUNT_DUE: ("pending", lambda row: row.available_at and row.available_at <= now),
+            counts_sql.COUNT_LATER: ("retrying scheduled blocked", lambda row: row.available_at),
+            counts_sql.COUNT_DEAD: ("dead", lambda _row: True),
+            counts_sql.COUNT_SENT: ("sent", lambda row: row.sent_at > now - timedelta(minutes=1)),
         }
         states, is_in = ranges[statement]
         places: dict[tuple[int, str | None], list[StoredTask]] = defaultdict(list)
@@ -272,7 +273,7 @@ class Played:
 
     datadog: Alerts
     prometheus: Alerts
-    problems: Sequence[status.Problem]
+    problems: Sequence[problems.Problem]
 
 
 def play(begin: Callable[[Stage], object], *, minutes: int = LASTS) -> Played:

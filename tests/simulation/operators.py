@@ -17,14 +17,15 @@ from google.cloud.spanner_v1 import KeySet
 
 import outbox
 from outbox import reading
-from outbox.admin import changes, operator_sql
-from outbox.admin.selections import TaskSelection
 from outbox.errors import OutboxError
 from outbox.reading import Reader, SentTask, SentTasks
-from outbox.registration import TABLE
+from outbox.rows import counts_sql
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED, CHANGED, is_dead
+from outbox.table.states import CANCELLED, CHANGED, TABLE, is_dead
+from outbox_admin.changes import change_sql, execution
+from outbox_admin.tasks import task_sql
+from outbox_admin.tasks.selections import TaskSelection
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import Commands, Work, attribute, transact
 from tests.simulation.clockwork import Clockwork, Event
@@ -193,12 +194,12 @@ class Operators:
         seen = commands.seen.keys()
         self.clockwork.sleep(random.choice([0.0, 1.0, 3.0]))
         changed = set[str]()
-        for outcome in changes.change(commands, name, selection):
+        for outcome in execution.change(commands, name, selection):
             changed.update(outcome.changed)
             self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
         for id in changed - seen:
             self.audit.problem(f"{id} was changed by a {name} of {state} tasks, and not in its preview")
-        fitting = {state, operator_sql.MADE_UNSENT} if name == "cancel" else {state}
+        fitting = {state, task_sql.MADE_UNSENT} if name == "cancel" else {state}
         for id in changed & {id for id, each in commands.states.items() if each not in fitting}:
             self.audit.problem(f"{id} was {commands.states[id]}, and was changed by a {name} of {state} tasks")
         released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}
@@ -211,7 +212,7 @@ class Operators:
         if found:
             selection = TaskSelection(state=CANCELLED, operation=random.choice(found), as_of=self.table.time())
             commands = Commands(self.spanner, self.audit, selection)
-            for _ in changes.change(commands, "restore", selection):
+            for _ in execution.change(commands, "restore", selection):
                 self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
 
     def archive_or_replay(self, random: Random) -> None:
@@ -242,7 +243,7 @@ class Operators:
     @staticmethod
     def _delete(rows: list[StoredTask], attempt: Work) -> None:
         """Delete the rows that are still sent, as Spanner's row deletion policy does."""
-        found = attempt.query(operator_sql.LOCK_SENT_AT, {"ids": [row.id for row in rows]})
+        found = attempt.query(change_sql.LOCK_SENT_AT, {"ids": [row.id for row in rows]})
         attempt.delete(TABLE, KeySet(keys=[[id] for id, sent_at in found if sent_at is not None]))
 
     def _limit(self, topic: str, rate_per_second: float | None, burst: int | None, **more: Any) -> None:
@@ -273,7 +274,7 @@ class Sent(Commands):
         self, statement: str, tag: str, parameters: Mapping[str, Any], **_more: Any
     ) -> tuple[list[list[Any]], datetime]:
         """Return the first sent tasks after a position, and the time of the read."""
-        assert statement == operator_sql.sent_after([name for name in ("topic",) if name in parameters])
+        assert statement == counts_sql.sent_after([name for name in ("topic",) if name in parameters])
         self._spanner.wait(self._spanner.latencies.read)
         topic, after, table = parameters.get("topic"), parameters["after"], self._spanner.table
         found = sorted(
@@ -284,7 +285,7 @@ class Sent(Commands):
         )[: parameters["limit"]]
         rows = [table.rows[id] for _, id in found]
         self._data = {row.id: row.data for row in rows}
-        names = [attribute(name) for name in operator_sql.SENT_COLUMNS[:-1]]
+        names = [attribute(name) for name in counts_sql.SENT_COLUMNS[:-1]]
         return [[*(getattr(row, name) for name in names), len(row.data)] for row in rows], table.time()
 
     def query(self, statement: str, *arguments: Any, **_more: Any) -> list[list[Any]]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from outbox.admin.reshard import POLLED
 from outbox.table.ddl import Layout
+from outbox_admin.schema.reshard import POLLED
 from tests.simulation.spanner import DEFAULT_LATENCIES, NO_CPU, Cpu, Latencies
 
 if TYPE_CHECKING:

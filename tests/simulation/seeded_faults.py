@@ -13,7 +13,7 @@ from unittest import mock
 
 from grpc import StatusCode
 
-from outbox.admin.reshard import Snapshot
+from outbox_admin.schema.reshard import Snapshot
 from publishworker.delivery import marking, rules
 from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.rules import RetryPolicy
@@ -259,7 +259,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         lambda real: lambda row, now: real(row, now) | {"DueAt": None, "AvailableAt": None}
     ),
     "a cancel of blocked tasks releases none of them": (
-        "blocked keys", "outbox.admin.changes", "_WRITES", releases_behind_blocked
+        "blocked keys", "outbox_admin.changes.execution", "_WRITES", releases_behind_blocked
     ),
     "each worker gets a part of a rate limit": (
         "limits", "publishworker.topics.availability.RateLimits", "apply",
@@ -288,7 +288,8 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     ),
     "a cancel releases the next task": ("blocked keys", "tests.simulation.table.Table", "next_of_keys", always([])),
     "a change of many tasks compares their states": (
-        "blocked keys", "outbox.admin.changes", "_examined", lambda _: lambda _name, row, *_: row._replace(matches=True)
+        "blocked keys", "outbox_admin.changes.execution", "_examined",
+        lambda _: lambda _name, row, *_: row._replace(matches=True)
     ),
 }  # fmt: skip
 

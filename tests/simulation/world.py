@@ -12,10 +12,11 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from outbox.admin import selections
-from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import INDEXES, Layout
+from outbox_admin.changes import chunks
+from outbox_admin.schema.reshard import POLLED, RETIRED, Snapshot, next_step
+from outbox_admin.tasks import selections
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -397,7 +398,8 @@ def quiet() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("publishworker", "outbox"):
             stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
-        stack.enter_context(mock.patch.multiple(selections, CHUNK=CHUNK, PAGE=2 * CHUNK))
+        stack.enter_context(mock.patch.object(selections, "CHUNK", CHUNK))
+        stack.enter_context(mock.patch.multiple(chunks, CHUNK=CHUNK, PAGE=2 * CHUNK))
         yield
 
 

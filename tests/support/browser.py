@@ -20,9 +20,9 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, exp
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outbox.console import application
-from outbox.console.application import Access
 from outbox.devtools.emulators import Emulators
+from outbox_admin import console as console_
+from outbox_admin.web.application import Access
 from tests.support import real
 from tests.support.processes import started
 from tests.support.spanner import variables
@@ -81,7 +81,7 @@ class Gate:
 def gated_console(database: Database) -> Iterator[Gate]:
     """Serve a console with actions from a thread of this process, behind a Gate."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        console = application.app(database, allow_actions=True)
+        console = console_.app(database, allow_actions=True)
         gate = Gate(console, f"http://127.0.0.1:{listener.getsockname()[1]}")
         server = uvicorn.Server(uvicorn.Config(gate, log_config=None, lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -140,7 +140,7 @@ def install(folder: Path) -> None:
     times what is shipped: with files, 5 GB.
     """
     folder.mkdir(parents=True)
-    for name in ("outbox", "publishworker", "outbox_pipeline", "pyspark_outbox"):
+    for name in ("outbox", "publishworker", "outbox_admin", "outbox_pipeline", "pyspark_outbox"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copytree(ROOT / "schema", folder / "outbox/ddl", dirs_exist_ok=True)
     for package in _needed("spanner-outbox", frozenset({"cluster"}), {}):

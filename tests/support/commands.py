@@ -24,12 +24,12 @@ from unittest import mock
 
 from google.cloud.spanner_v1.database import Database
 
-from outbox import cli
-from outbox.admin.selections import TaskSelection
 from outbox.base.values import shown
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
+from outbox_admin import cli
+from outbox_admin.tasks.selections import TaskSelection
 from tests.support import fork_server, operations, real
 from tests.support.operations import Row
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started

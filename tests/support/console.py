@@ -16,13 +16,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 
-from outbox.admin import operations
-from outbox.admin.table import TaskTable
-from outbox.console import application
-from outbox.console.application import LOOPBACK_HOSTS, Access
-from outbox.console.roles import EVERYTHING, Identify, Role, Roles
-from outbox.console.visits import Console, Route, Running, Shared, Visit
 from outbox.errors import NotReached
+from outbox.rows.task_table import TaskTable
+from outbox_admin import console as console_
+from outbox_admin import operations
+from outbox_admin.changes.running import Running
+from outbox_admin.console import LOOPBACK_HOSTS
+from outbox_admin.web.application import Access
+from outbox_admin.web.roles import EVERYTHING, Identify, Role, Roles
+from outbox_admin.web.visits import Console, Route, Shared, Visit
 from tests.support.operations import opened
 from tests.support.waiting import eventually
 
@@ -38,7 +40,7 @@ def bare_console(**values: Any) -> Console:
     table.name = DATABASE
     usual: dict[str, Any] = {"allowed": frozenset(Role), "is_production": False, "redact": mock.Mock()}
     usual |= {"status": Shared(mock.Mock())}
-    return Console(table=table, running=Running(table), **usual | values)
+    return Console(table=table, running=Running(table), actions=(), **usual | values)
 
 
 def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
@@ -94,7 +96,7 @@ def client(
 def console(
     database: Database, *, person: str = "jane@example.com", roles: Roles = EVERYTHING, **more: Any
 ) -> TestClient:
-    app = application.app(
+    app = console_.app(
         opened(database), identify=lambda _request: person, roles=roles, allow_actions=True, show_data=True, **more
     )
     return TestClient(app, base_url=ORIGIN, follow_redirects=False)

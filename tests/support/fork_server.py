@@ -33,7 +33,12 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 #: Packages whose modules the server of the commands, and that of the Spark jobs, imports before it forks.
-PRELOADED = {"commands": ("outbox", "publishworker"), "jobs": ("outbox", "publishworker", "outbox_pipeline")}
+PRELOADED = {
+    "commands": ("outbox", "publishworker", "outbox_admin"),
+    "jobs": ("outbox", "publishworker", "outbox_admin", "outbox_pipeline"),
+}
+#: The modules of commands that have other names.
+MODULES = {"outbox": "outbox_admin"}
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST, _MAX_FILES = 1 << 20, 8
 
@@ -94,7 +99,9 @@ def fork(
     connection.connect(_address("jobs" if module.startswith("outbox_pipeline") else "commands"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
         streams = [each if isinstance(each, int) else each.fileno() for each in (stdin or nothing, stdout, stderr)]
-        request = json.dumps([[0, 1, 2], module, list(arguments), dict(environment), str(directory)]).encode()
+        request = json.dumps(
+            [[0, 1, 2], MODULES.get(module, module), list(arguments), dict(environment), str(directory)]
+        ).encode()
         socket.send_fds(connection, [request], streams)
     return Child(int(connection.recv(64)), connection)
 
@@ -105,7 +112,9 @@ def scripts() -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for name in ("outbox", "publishworker"):
         script = directory / name
-        script.write_text(_SCRIPT.format(python=sys.executable, address=_address("commands"), module=name))
+        script.write_text(
+            _SCRIPT.format(python=sys.executable, address=_address("commands"), module=MODULES.get(name, name))
+        )
         script.chmod(0o755)
     return directory
 

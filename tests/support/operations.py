@@ -8,11 +8,11 @@ from typing import Any
 from google.cloud.spanner_v1 import KeySet, RequestOptions, TransactionOptions
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin.changes import Outcome
-from outbox.admin.table import TaskTable
+from outbox.rows.task_table import TaskTable
 from outbox.table.connection import open_database
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
+from outbox_admin.changes.execution import Outcome
 from tests.support.fakes import serialized
 from tests.support.spanner import place, query, record_requests
 

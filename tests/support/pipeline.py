@@ -16,10 +16,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
-from outbox.admin.table import Transaction
 from outbox.base.values import shown
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
+from outbox.rows.task_table import Transaction
 from outbox_pipeline import cli, schemas
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, ReplaySettings
 from outbox_pipeline.jobs import archive as archive_job

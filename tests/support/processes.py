@@ -95,7 +95,7 @@ def started(
             fork_server.fork(module, arguments, variables, stdout=stdout, stderr=stderr, directory=directory)
             if python == sys.executable and sys.platform == "linux"
             else subprocess.Popen(
-                tied([python, "-m", module, *arguments]),
+                tied([python, "-m", fork_server.MODULES.get(module, module), *arguments]),
                 cwd=directory,
                 env=variables,
                 stdin=subprocess.DEVNULL,

@@ -12,14 +12,14 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes
-from outbox.admin.operations import Author
-from outbox.admin.selections import TaskSelection
-from outbox.admin.table import TaskTable
 from outbox.base.values import topic_name
 from outbox.message import build
+from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
+from outbox_admin.changes import execution
+from outbox_admin.operations import Author
+from outbox_admin.tasks.selections import TaskSelection
 from tests.support.operations import insert, pause, row, update
 from tests.support.pubsub import PubSub
 
@@ -101,14 +101,14 @@ def dead_workers(*minutes: int) -> Step:
 
 
 def cancel(place: Place) -> None:
-    list(changes.change(TaskTable(place.database), "cancel", TaskSelection(state="scheduled")))
+    list(execution.change(TaskTable(place.database), "cancel", TaskSelection(state="scheduled")))
 
 
 def begin_a_retry(place: Place) -> None:
     """Let the process of a retry have ended ten minutes ago, before its first chunk."""
     table, id = TaskTable(place.database), "4f0c6a52-90d3-4ad5-8ee4-0c12ad9e6f01"
     selection = TaskSelection(state="dead", topic="orders", until=table.now())
-    changes.begin(table, "retry", selection, Author("jane", "topic created"), id=id, selected=20)
+    execution.begin(table, "retry", selection, Author("jane", "topic created"), id=id, selected=20)
     with place.database.batch() as batch:
         batch.update(OPERATIONS, ("OperationId", "SeenAt"), [(id, datetime.now(UTC) - 10 * MINUTES)])
 

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa, utils
 from google.cloud import kms
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 
-from outbox.admin.operations import Operation
 from outbox.base.values import shown
 from outbox.errors import NotReached, SettingError
+from outbox_admin.operations import Operation
 from outbox_pipeline import cli
 from outbox_pipeline.certificate import document
 from outbox_pipeline.certificate.doubts import Read, doubts

@@ -21,15 +21,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outbox import admin, cli
-from outbox.admin import history
-from outbox.admin.changes import Outcome
-from outbox.admin.flags import full_ids, ids, selection
-from outbox.cli import operation_commands, status_commands, task_commands
+import outbox_admin as admin
 from outbox.errors import NotReached, OutboxError, PositionExpired, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.terminal import as_json
 from outbox.reading import Page, Position, SentTasks
+from outbox_admin import cli
+from outbox_admin.changes import operation_commands
+from outbox_admin.changes.execution import Outcome
+from outbox_admin.flags import full_ids, ids, selection
+from outbox_admin.status import last_hour, status_commands
+from outbox_admin.tasks import task_commands
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as publishworker
 from tests.support.commands import here
@@ -194,7 +196,7 @@ def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
 
 
 def test_a_file_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("outbox.admin.flags.MAX_FILE_BYTES", 1_000)
+    monkeypatch.setattr("outbox_admin.flags.MAX_FILE_BYTES", 1_000)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"y\n" * 501)))
     done = here("retry", "--ids-file", "-", environment=DATABASE)
     assert (done.code, done.stderr) == (2, "outbox: --ids-file: stdin has more than 1,000 bytes. Split it\n")
@@ -289,7 +291,9 @@ def test_a_command_without_its_extra_says_what_to_install(
 
 def test_prefixes_become_full_ids(monkeypatch: pytest.MonkeyPatch):
     full = {"0e3c": ["0e3c-1"], "7f21": ["7f21-2"], "exact-id": ["exact-id", "exact-id-3"]}
-    monkeypatch.setattr(admin.tasks, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes})
+    monkeypatch.setattr(
+        admin.tasks.lookup, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes}
+    )
     table = cast("Any", None)
     options = parsed("cancel", "--reason", "7f21", "0e3c", "7f21", "exact-id")
     assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
@@ -370,9 +374,9 @@ class Stop(Exception):
 def test_status_goes_on_after_an_outage_but_not_after_a_failed_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outbox.cli.status_commands.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("outbox_admin.status.status_commands.time.sleep", lambda _seconds: None)
     monkeypatch.setattr(status_commands, "_rendered", lambda _tasks, found, *_more: found)
-    monkeypatch.setattr(history, "read", mock.Mock())
+    monkeypatch.setattr(last_hour, "read", mock.Mock())
     answers = ["first", AWAY, AWAY, NotReached("Other"), "later", Stop]
     monkeypatch.setattr(status_commands, "_read", mock.Mock(side_effect=answers))
     with pytest.raises(Stop):
@@ -402,7 +406,7 @@ def test_tail_retries_until_spanner_answers(
             raise answer
         return answer
 
-    monkeypatch.setattr("outbox.cli.task_commands.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("outbox_admin.tasks.task_commands.time.sleep", lambda _seconds: None)
     monkeypatch.setattr(task_commands, "_sent_line", lambda found, _options: found["Id"])
     monkeypatch.setattr(SentTasks, "page", page)
     database = mock.Mock(now=lambda: NOON)

@@ -17,12 +17,14 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from outbox.console import application
-from outbox.console.application import HEADERS, MAX_FORM, routes
-from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles, RolesFile
-from outbox.console.visits import CONTENTS, FILES, Route, Visit, Work
 from outbox.errors import NotReached, SettingError
 from outbox.table import schema
+from outbox_admin import console
+from outbox_admin.console import routes
+from outbox_admin.web import application
+from outbox_admin.web.application import HEADERS, MAX_FORM
+from outbox_admin.web.roles import EVERYTHING, VIEWERS, Role, Roles, RolesFile
+from outbox_admin.web.visits import CONTENTS, FILES, Route, Visit, Work
 from tests.support.console import ORIGIN, SAME, asked, client, recording
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -127,8 +129,8 @@ def test_actions_and_data_need_their_flags_whatever_the_roles_file_says() -> Non
         ({"show_data": True}, {Role.VIEWER, Role.DATA}),
         ({"allow_actions": True}, {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}),
     ):
-        with mock.patch.object(application, "routes", return_value=recorded), mock.patch.object(schema, "layout"):
-            app = application.app(database, identify=lambda _request: "ann", roles=EVERYTHING, **flags)
+        with mock.patch.object(console, "routes", return_value=recorded), mock.patch.object(schema, "layout"):
+            app = console.app(database, identify=lambda _request: "ann", roles=EVERYTHING, **flags)
         caller = TestClient(app, base_url=ORIGIN)
         caller.get("/workers")
         assert visits.pop().roles == allowed
@@ -240,7 +242,7 @@ def test_the_function_refuses_what_the_command_refuses() -> None:
         given = {name: value.splitlines() if name == "allowed_hosts" else value}
         sentence = re.escape(f"{name}: {value!r} is not allowed")
         with pytest.raises(SettingError, match=sentence), mock.patch.object(schema, "layout"):
-            application.app(mock.Mock(), **given)
+            console.app(mock.Mock(), **given)
 
 
 @pytest.mark.parametrize(("prefix", "page"), [("/tasks", "/tasks"), ("/topic/ask", "/topic/ask"), ("/top", "")])
@@ -248,13 +250,13 @@ def test_a_prefix_is_not_the_path_of_a_page(prefix: str, page: str) -> None:
     """A proxy may remove the prefix, so /tasks would be both the overview and the page of tasks."""
     refused = pytest.raises(SettingError, match=f"path_prefix: {prefix} is also the beginning of a page's path, {page}")
     with mock.patch.object(schema, "layout"), refused if page else contextlib.nullcontext():
-        application.app(mock.Mock(), path_prefix=prefix)
+        console.app(mock.Mock(), path_prefix=prefix)
 
 
 @pytest.mark.parametrize("hosts", ["Outbox.example.com:443, [::0:1]", ["OUTBOX.example.com", "::1"]])
 def test_the_notation_of_a_host_does_not_matter(hosts: Any) -> None:
     with mock.patch.object(schema, "layout"):
-        assert application.app(mock.Mock(), allowed_hosts=hosts).allowed_hosts == ("outbox.example.com", "::1")
+        assert console.app(mock.Mock(), allowed_hosts=hosts).allowed_hosts == ("outbox.example.com", "::1")
 
 
 SINGLE, ALL = "id=a&selected=1", "state=dead"

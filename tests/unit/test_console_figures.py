@@ -14,20 +14,21 @@ import markupsafe
 import pytest
 from starlette.datastructures import QueryParams
 
-from outbox.admin.backlog import Backlog, Line
-from outbox.admin.history import JOINED, MINUTES, WHOLE, History, Seen, Values
-from outbox.admin.operations import Operation
-from outbox.admin.status import SHOWN, Problem, find
-from outbox.admin.tasks import BlockedHead
-from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
 from outbox.base.values import counted
-from outbox.console import charts, visits
-from outbox.console.application import routes
-from outbox.console.charts import Chart, Frame, by_topic, of_topic, spark, titled
-from outbox.console.visits import _ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Status, Visit
 from outbox.errors import NotReached
+from outbox.rows.backlog import Backlog, Line
+from outbox.rows.workers import MINUTES, TAKE_OVER, Worker, shards_without_worker
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
+from outbox_admin.console import routes
+from outbox_admin.operations import Operation
+from outbox_admin.status import charts
+from outbox_admin.status.charts import Chart, Frame, by_topic, of_topic, spark, titled
+from outbox_admin.status.last_hour import JOINED, WHOLE, History, Seen, Values
+from outbox_admin.status.problems import SHOWN, Problem, find
+from outbox_admin.tasks.lookup import BlockedHead
+from outbox_admin.web import visits
+from outbox_admin.web.visits import _ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Status, Visit
 from tests.support.console import bare_console
 from tests.support.waiting import eventually
 
@@ -141,7 +142,7 @@ def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
 
 def health(reading: Reading) -> tuple[str, str]:
     """Return the class and the text of the sentence at the top of each page."""
-    macro: Any = _ENVIRONMENT.get_template("health.html").module
+    macro: Any = _ENVIRONMENT.get_template("status/health.html").module
     [found] = re.findall(r'class="health (\w+)" role="status">([^<]*)<', macro.health(reading))
     level, sentence = found
     return level, sentence

@@ -18,8 +18,9 @@ from google.auth import jwt
 from google.auth.crypt import es
 from starlette.requests import Request
 
-from outbox.console import roles
-from outbox.console.roles import (
+from outbox.errors import SettingError
+from outbox_admin.web import roles
+from outbox_admin.web.roles import (
     FIRST_KEY_SECONDS,
     IAP_HEADER,
     IAP_ISSUER,
@@ -32,7 +33,6 @@ from outbox.console.roles import (
     Role,
     parsed,
 )
-from outbox.errors import SettingError
 from tests.support.waiting import eventually
 
 AUDIENCE = "/projects/1/global/backendServices/2"

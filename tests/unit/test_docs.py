@@ -209,9 +209,11 @@ def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
 
 
 def test_the_site_leads_to_files_in_the_repository_and_breaks_no_name() -> None:
-    text = "[a](register.md#x) [b](../../outbox/cli/) [c](../examples/orders/README.md#y) [d](https://e.org) [f](#g)"
+    text = (
+        "[a](register.md#x) [b](../../outbox_admin/web/) [c](../examples/orders/README.md#y) [d](https://e.org) [f](#g)"
+    )
     assert site().on_site(text, ROOT / "docs/guide", "https://r") == (
-        "[a](register.md#x) [b](https://r/tree/main/outbox/cli) "
+        "[a](register.md#x) [b](https://r/tree/main/outbox_admin/web) "
         "[c](https://r/blob/main/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     )
     assert site().on_site("![a](docs/pictures/x.png)", ROOT, "") == "![a](pictures/x.png)"

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from outbox import __version__
-from outbox.admin import backlog
-from outbox.admin import history as histories
-from outbox.admin.backlog import Backlog, Line
-from outbox.admin.history import MINUTES, History, Values
-from outbox.admin.workers import Worker
-from outbox.cli import status_commands
 from outbox.errors import OutboxError
 from outbox.program.terminal import bars
+from outbox.rows import backlog
+from outbox.rows.backlog import Backlog, Line
+from outbox.rows.workers import MINUTES, Worker
+from outbox_admin.status import last_hour as histories
+from outbox_admin.status import status_commands
+from outbox_admin.status.last_hour import History, Values
 from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History as Ring
@@ -93,6 +93,17 @@ def test_a_minute_is_a_gap_until_all_workers_have_sent_it_and_where_no_worker_wa
     assert history(hour.worker()).published()[-1] is None
     assert history(hour.worker(age=40, timeout=60)).published()[-2:] == [None, None]
     assert set(history().published()) == {None}
+
+
+def test_minutes_survive_a_clock_that_jumps() -> None:
+    """Back: they stay the last ones. Forward: the minutes in between are a gap, and no zeros."""
+    hour = Hour()
+    hour.at(31).publish(1)
+    hour.at(30).publish(2)
+    hour.at(50).publish(3)
+    assert hour.ring.as_json(8_000)["all"]["published"] == [1, 2, 3]
+    hour.at(46).publish(4)
+    assert hour.ring.as_json(8_000)["all"]["published"] == [1, 2, 3, None, None, None, 4]
 
 
 def test_latencies_are_quantiles_of_all_tasks() -> None:

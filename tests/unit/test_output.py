@@ -18,11 +18,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outbox.admin import tasks
-from outbox.cli import main as outbox
-from outbox.cli import task_commands
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.program.terminal import as_json, cell, complain, prepare_streams, say, table
+from outbox_admin.cli import main as outbox
+from outbox_admin.tasks import lookup, task_commands
 from outbox_pipeline.cli import main as outbox_pipeline
 from publishworker.process.cli import main as publishworker
 
@@ -118,7 +117,7 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
 
     Bytes that are no text or hold control codes are hex.
     """
-    assert tasks.readable(data, whole=True) == (kind, shown.split("\n"))
+    assert lookup.readable(data, whole=True) == (kind, shown.split("\n"))
 
 
 @pytest.mark.parametrize(
@@ -128,16 +127,16 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
 )
 def test_of_json_that_is_nested_deeply_only_the_first_levels_are_indented(text: str):
     """65 kB with 900 levels would be lines of 58 MB."""
-    kind, lines = tasks.readable(text.encode(), whole=True)
+    kind, lines = lookup.readable(text.encode(), whole=True)
     assert kind == "JSON"
     assert "".join(lines).replace(" ", "") == text
-    assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * tasks.MAX_LEVELS
+    assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * lookup.MAX_LEVELS
 
 
 @given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
 def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
     """Whatever was published."""
-    kind, lines = tasks.readable(data, whole=whole)
+    kind, lines = lookup.readable(data, whole=whole)
     assert kind in ("JSON", "text", "hex")
     assert all(harmless(line) for line in lines)
 
@@ -145,7 +144,7 @@ def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
 @pytest.mark.parametrize("before", range(4))
 def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch: pytest.MonkeyPatch):
     """The limit is in bytes, and a character may have four: its remaining part is left out. Other bytes make it hex."""
-    monkeypatch.setattr(tasks, "SHOWN_BYTES", 8)
+    monkeypatch.setattr(lookup, "SHOWN_BYTES", 8)
     data = ("a" * (5 + before) + "🎉" + "b" * 20).encode()
     assert list(task_commands._data_lines(data)) == [
         f"Data         {len(data)} bytes, text",
@@ -157,7 +156,7 @@ def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch
         "  61 62 ff 64 61 62 ff 64",
     ]
     # A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines.
-    monkeypatch.setattr(tasks, "SHOWN_BYTES", 4)
+    monkeypatch.setattr(lookup, "SHOWN_BYTES", 4)
     assert list(task_commands._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
     cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more byte: --raw writes all"]
     assert list(task_commands._data_lines(b"[12 ]")) == cut

@@ -69,7 +69,11 @@ def test_the_specification_has_each_name_or_the_page_says_why_not() -> None:
 
 
 def test_the_code_has_each_name() -> None:
-    code = [file for name in ("outbox", "publishworker", "outbox_pipeline") for file in (ROOT / name).rglob("*.py")]
+    code = [
+        file
+        for name in ("outbox", "publishworker", "outbox_admin", "outbox_pipeline")
+        for file in (ROOT / name).rglob("*.py")
+    ]
     assert tags([*code, *(ROOT / "schema").rglob("*.sql")]) == {*NAMED}
 
 

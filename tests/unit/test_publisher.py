@@ -18,10 +18,10 @@ import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import PublishRequest, PublishResponse
 
-from outbox.admin.changes import Message
 from outbox.errors import NotReached, OutboxError
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
-from publishworker.pubsub import resending
+from outbox_admin.changes import resending
+from outbox_admin.changes.resending import Message
 from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.types import Failed, LockedRow
 from tests.support.fakes import serialized

@@ -30,7 +30,7 @@ from outbox import aio
 from outbox.ext import dbapi, sqlalchemy
 from outbox.table.connection import Deadline
 from outbox.table.ddl import Layout
-from outbox.table.transactions import transact
+from outbox.table.own_transactions import transact
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.write_errors import NotWritten
 from tests.support import spanner

@@ -16,10 +16,11 @@ from google.cloud.spanner_v1.session import Session
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox import console, inbox, reading
+from outbox import inbox, reading
 from outbox.ext import dbapi, sqlalchemy
 from outbox.reading import Position, Reader, SentTasks
 from outbox.testing import RecordingTransaction, assert_registered
+from outbox_admin import console
 from tests.support import spanner
 from tests.support.drivers import STACKS
 from tests.support.operations import CREATED

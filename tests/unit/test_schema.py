@@ -12,13 +12,13 @@ from google.api_core import exceptions as google
 from google.auth.exceptions import DefaultCredentialsError, RefreshError
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
-from outbox.admin.operations import Operation
-from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
-from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.rows.task_table import TaskTable
 from outbox.table import ddl, schema
 from outbox.table.ddl import POINTS_PER_NODE, Layout, by_layout, points
-from publishworker.process.verify import lines, problems
+from outbox_admin.operations import Operation
+from outbox_admin.schema.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
+from outbox_admin.verify import lines, problems
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()

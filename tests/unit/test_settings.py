@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from outbox.base.schedules import Backoff, Schedule
 from outbox.base.values import shown, spoken
-from outbox.console.command import ConsoleSettings
 from outbox.errors import SettingError
 from outbox.program.settings import MOMENT, NAMES, SECONDS, fields_of, resolved, unknown_variables
+from outbox_admin.web.console_settings import ConsoleSettings
 from outbox_pipeline import job_settings
 from publishworker.process.worker_settings import WorkerSettings, add_deadline
 

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from outbox.admin import backlog, workers
-from outbox.admin.backlog import Backlog, Line
 from outbox.base.schedules import Schedule
 from outbox.errors import NotReached
+from outbox.rows import backlog, workers
+from outbox.rows.backlog import Backlog, Line
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from publishworker.process import gauges

@@ -118,5 +118,7 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "publishworker", "outbox", "outbox_pipeline")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "publishworker", "outbox", "outbox_admin", "outbox_pipeline"
+    )
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" and changes" if changed else "")

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from outbox.admin.backlog import COUNT_LIMIT, STALENESS
+from outbox.rows.backlog import COUNT_LIMIT, STALENESS
 from publishworker.process.gauges import REPORT_SECONDS
 from publishworker.telemetry import metrics as m
 from tests.simulation.world import Node, World

@@ -75,7 +75,16 @@ def make(name: str, ddl: Sequence[str], topics: Sequence[str], *, ordered: bool 
 
 def serve_console(stage: Stage) -> None:
     """Serve the console of this database until Ctrl-C."""
-    command = [sys.executable, "-m", "outbox", "console", "--bind", "127.0.0.1:0", "--allow-actions", "--show-data"]
+    command = [
+        sys.executable,
+        "-m",
+        "outbox_admin",
+        "console",
+        "--bind",
+        "127.0.0.1:0",
+        "--allow-actions",
+        "--show-data",
+    ]
     print("\nThe console of this run, until Ctrl-C:", flush=True)
     with (
         contextlib.suppress(KeyboardInterrupt),

@@ -1,0 +1,225 @@
+"""`outbox retry`, `resend`, `purge`, `cancel` and `restore`: change tasks, or publish them again."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import outbox_admin as admin
+from outbox.base.values import counted, shown
+from outbox.errors import SettingError
+from outbox.program import logs
+from outbox.program.settings import MOMENT, one_of, resolved
+from outbox.program.terminal import CONFIRM_ABOVE, SHOWN, as_json, confirm, note, say, shortened
+from outbox.program.terminal import table as tabulated
+from outbox.table.states import CHANGED
+from outbox_admin import flags
+from outbox_admin.changes.operation_commands import DONE, execute, explain
+
+RETRY_DESCRIPTION = """\
+Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
+sent again with the same task ID and a new message ID. Scheduled tasks are sent now.
+Pending tasks and tasks blocked by the head of their ordering key are not changed.
+Expired tasks are sent only with --include-expired. While new tasks wait, retried tasks
+get at most half of the capacity.
+
+    outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
+    outbox retry --state dead --topic orders --dry-run ...
+    outbox retry --state sent --topic orders --since 2h ...
+    outbox list --state dead --error NOT_FOUND --json ... | outbox retry --ids-file - --yes ..."""
+RESEND_DESCRIPTION = """\
+Publish sent tasks again, but to another Pub/Sub topic, for example for one subscriber that
+acknowledged by mistake. Create a topic, and a subscription of this subscriber to it. The
+messages have the same bytes, attributes and task IDs. No task changes, and no other
+subscription gets a message. The tasks of an ordering key are published in order.
+
+    outbox resend --topic orders --since 2h --to orders-billing --dry-run \\
+        --project my-project --instance main --database shop
+    outbox resend --topic orders --since 2h --to orders-billing --rate 500 ...
+    outbox resend 0e3c... 7f21... --to orders-billing --reason 'ticket 4711' ..."""
+PURGE_DESCRIPTION = """\
+Delete tasks that were sent before a time. The retention of the table deletes sent
+tasks too, typically within three days after they reach the retention age (`outbox schema`).
+
+    outbox purge --state sent --until 30d --project my-project --instance main --database shop
+    outbox purge --state sent --until 7d --topic orders --dry-run ...
+    outbox purge --state cancelled --topic orders ..."""
+CANCEL_DESCRIPTION = """\
+Take unsent tasks of any state out of the table. Workers do not publish them any more.
+`outbox restore` puts them back, until the retention of sent tasks deletes them.
+If a worker is publishing a task, the command usually waits, and then the task is sent.
+A task that is published but not marked as sent yet can be cancelled, although subscribers
+receive it: the worker logs its ID (cancelled_after_publish). The command logs each task
+ID with the reason on stderr. The next tasks of the same ordering keys are released.
+
+    outbox cancel 0e3c... --reason 'order was cancelled, ticket 4711' \\
+        --project my-project --instance main --database shop
+    outbox cancel --state scheduled --topic reminders --dry-run --reason 'sent twice' ..."""
+RESTORE_DESCRIPTION = """\
+Put tasks back that `outbox cancel` or the console has cancelled: those of an operation
+(`outbox operations`), or by ID. They are as they were, and those whose time has passed are
+due. A task is not restored if its ID exists again. A task that a worker had published
+before the cancel is restored as sent. An earlier task of an ordering key can follow later
+ones that were sent meanwhile: --dry-run counts them.
+
+    outbox restore 1f0c... --dry-run --project my-project --instance main --database shop
+    outbox restore 0e3c... 7f21... --reason 'cancelled by mistake, ticket 4711' ...
+    outbox restore --state cancelled --topic reminders --since 1h --json ..."""
+
+COMMANDS = {
+    "retry": ("send tasks again, or retry dead tasks", RETRY_DESCRIPTION),
+    "purge": ("delete sent or cancelled tasks", PURGE_DESCRIPTION),
+    "cancel": ("take out unsent tasks", CANCEL_DESCRIPTION),
+    "restore": ("put cancelled tasks back", RESTORE_DESCRIPTION),
+    "resend": ("publish sent tasks again to another topic", RESEND_DESCRIPTION),
+}
+#: When a command asks, besides above a number of tasks.
+ASKS = {"retry": ", or if you pass --state without --topic", "cancel": " or fewer"}
+#: What would become of tasks.
+EFFECTS = {"retry": "become due now", "purge": "be deleted", "cancel": "be cancelled", "restore": "be restored"}
+#: The changes after which a task does not match any more. What a resend or a restore refuses matches still.
+ENDS_MATCH = ("retry", "purge", "cancel")
+
+
+def add(commands: Any) -> None:
+    """Add the five commands to the subparsers `commands`."""
+    for name, (title, description) in COMMANDS.items():
+        parser = flags.command(commands, name, title, description, run)
+        flags.add_ids(parser)
+        if name == "resend":
+            flags.add(parser, "--ordering-key", flags.KEY, "Only tasks with this ordering key", metavar="KEY")
+            text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
+            flags.add(parser, "--to", flags.TOPIC, text, metavar="TOPIC", required=True)
+            flags.add(parser, "--rate", flags.RATE, "Max tasks per second: {}", metavar="N")
+            flags.switch(parser, "--force", "Also publish to the topic of the tasks")
+        else:
+            flags.add_state(parser, CHANGED[name], "Only tasks in this state")
+        flags.add_narrowing(parser, error=name != "resend")
+        if name == "retry":
+            flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
+        flags.switch(parser, "--dry-run", "Only count the tasks by topic and error")
+        text = f"Skip the confirmation. The command asks for more than {CONFIRM_ABOVE:,} tasks{ASKS.get(name, '')}"
+        flags.switch(parser, "--yes", text)
+        allowed = "Allowed: {}, as long as Spanner keeps versions (version_retention_period)"
+        preview = "Change only tasks that also matched at this time (default now), such as that of a dry run. "
+        flags.add(parser, "--as-of", MOMENT, preview + allowed, metavar="TIME")
+        flags.switch(parser, "--json", "Print one JSON object")
+        flags.add_reason(parser, ", and for the log. Required with --state" if name == "cancel" else "")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Change tasks; return 0, or 1 if one is not changed. Raises SettingError, NotReached, OutboxError."""
+    ids = _ids(options)
+    table = flags.open_table(options)
+    selection = _selection(table, options, ids)
+    if options.dry_run:
+        return _preview(table, options, selection)
+    # A resend has a max number of tasks.
+    count = admin.tasks.selections.count(table, selection, exact=options.command == "resend")
+    if not count.number and selection.ids is None:
+        return _preview(table, options, selection)
+    if count.number:
+        _confirm(table, options, selection, count)
+    if options.command == "cancel":
+        logs.configure()
+    name, id, author = options.command, admin.operations.new_id(), flags.author(options)
+    outcomes = admin.changes.execution.change(table, name, selection, author, id=id, selected=count.number)
+    code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
+    if selection.ids is None and options.command in ENDS_MATCH:
+        came = admin.tasks.selections.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+        if came.number:
+            note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
+    return code
+
+
+def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
+    """Return the given task IDs, or None if flags select the tasks. Raises SettingError, OutboxError."""
+    ids, name = flags.ids(options), options.command
+    if ids is None and name != "resend" and options.state is None:
+        states = one_of(*CHANGED[name]).allowed
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {states}")
+    if ids is None and name == "cancel" and options.reason is None and not options.dry_run:
+        raise SettingError("--reason is missing. It is required with --state")
+    if ids is None and name == "purge" and options.state == "sent" and options.until is None:
+        raise SettingError("--until is missing. Without it, all sent tasks would be deleted")
+    return ids
+
+
+def _selection(
+    table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, ids: tuple[str, ...] | None
+) -> "admin.tasks.selections.TaskSelection":
+    """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
+    name, of_cancel = options.command, None
+    if name == "restore" and ids and len(ids) == 1:
+        of_cancel = admin.operations.operation(table, ids[0])
+    if of_cancel and of_cancel.operation == "cancel":
+        ids, options.ids = None, []
+    ids = ids and flags.full_ids(table, options, ids)
+    now = table.now()
+    at = now if options.as_of is None else resolved(options.as_of, now)
+    if at > now:
+        raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
+    selection = admin.changes.execution.bounded(name, flags.selection(options, at, ids), at)
+    flags.check_window(selection.since, selection.until)
+    if of_cancel and ids is None:
+        since = selection.since or of_cancel.started_at
+        selection = dataclasses.replace(selection, operation=of_cancel.id, since=since)
+    if name == "resend":
+        selection = admin.changes.execution.resend_to(table, selection, options.to, options.rate, own=options.force)
+        if unchecked := admin.topics.editing.check_destinations(table, [selection.to], otherwise=""):
+            note(unchecked)
+    return selection
+
+
+def _preview(
+    table: "admin.rows.task_table.TaskTable",
+    options: argparse.Namespace,
+    selection: "admin.tasks.selections.TaskSelection",
+) -> int:
+    """Print what a dry run finds, or why there is nothing to change. Return 1 if a task would be refused."""
+    found, at = admin.changes.chunks.preview(table, selection, options.command), selection.as_of
+    if options.json:
+        groups = [{"topic": topic, "error": error, "tasks": number} for topic, error, number in found.groups]
+        counts = {"tasks": found.tasks, "groups": groups, "refused": found.refused, "overtaken": found.overtaken}
+        say(as_json({"dry_run": options.dry_run, "as_of": at, **counts}))
+    elif options.dry_run:
+        say(f"{counted(found.tasks, 'task')} would {_effect(options, selection)}", *_groups(found))
+    else:
+        say(f"{DONE[options.command]}: 0 tasks")
+    if found.tasks and at and not options.json:
+        note(f"to change only tasks that are counted here, pass --as-of={shown(at)}")
+    if found.overtaken:
+        note(
+            f"{counted(found.overtaken, 'task')} would follow later tasks of their ordering keys, which were sent since"
+        )
+    if not found.tasks and not found.refused and selection.ids is None:
+        flags.explain_none(table, selection, options)
+    return explain(options, options.command, found.refused)
+
+
+def _groups(found: "admin.changes.chunks.Preview") -> Iterator[str]:
+    """Yield a table of the largest groups, if there are any."""
+    rows = [(number, topic, shortened(error)) for topic, error, number in found.groups[:SHOWN]]
+    if rows:
+        yield tabulated(("TASKS", "TOPIC", "ERROR"), rows)
+    if len(found.groups) > SHOWN:
+        yield "..."
+
+
+def _effect(options: argparse.Namespace, selection: "admin.tasks.selections.TaskSelection") -> str:
+    return f"be published to {selection.to}" if selection.to else EFFECTS[options.command]
+
+
+def _confirm(
+    table: "admin.rows.task_table.TaskTable",
+    options: argparse.Namespace,
+    selection: "admin.tasks.selections.TaskSelection",
+    count: "admin.rows.backlog.Count",
+) -> None:
+    """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""
+    is_of_all = selection.ids is None and selection.topic is None and options.command in ASKS
+    if is_of_all and not options.yes:
+        say(*_groups(admin.changes.chunks.preview(table, selection, options.command)), stream=sys.stderr)
+    if is_of_all or options.command == "cancel" or count.number > CONFIRM_ABOVE:
+        confirm(f"{count} will {_effect(options, selection)}.", yes=options.yes)

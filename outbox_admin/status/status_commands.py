@@ -1,0 +1,324 @@
+"""`outbox status` and `workers`: unsent tasks by topic and priority, what is wrong, and what the live workers do."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeAlias
+
+import outbox_admin as admin
+from outbox.base.start import exit_on
+from outbox.base.values import counted, shown, spoken
+from outbox.errors import SettingError
+from outbox.program.settings import SECONDS, whole_number
+from outbox.program.terminal import Escaped, as_json, bars, cell, joined, named, note, say, shortened, table
+from outbox_admin import flags
+from outbox_admin.tasks.task_commands import error_table, follow
+
+STATUS_DESCRIPTION = """\
+Count the unsent tasks of each topic and priority, and those registered (IN/MIN) and sent
+in the last minute. Show the age of the oldest task, when the next scheduled or
+retrying task will be due, the topics to which a live worker does not
+publish because they fail (open circuits), and the errors of unsent tasks (of at most
+1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
+step. At the end, list the problems, the most severe first.
+
+The command reads the index at LOW priority and takes no locks. It stops counting at
+10,000 tasks of each shard and topic (shown as >=), or earlier if many topics have many
+tasks. --exact counts all tasks.
+
+    outbox status --project my-project --instance main --database shop
+    outbox status --watch ...
+    outbox status --max-age 5m --max-pending 10000 --max-dead 0 ... || notify-on-call
+    outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
+WORKERS_DESCRIPTION = """\
+List the live workers with their shards, their in-flight batches, the part of their
+places that these take, and the settings that differ from the defaults. A setting or
+a version that differs between live workers is marked with *. A worker reports with
+each heartbeat: every 7.5 s, or every 21 s while it waits for the change stream.
+
+    outbox workers --project my-project --instance main --database shop
+    outbox workers --check ... || notify-on-call
+    outbox workers --json ... | jq '.workers[] | {id, version, utilization}'"""
+
+WORKER_HEADS = ("WORKER", "HOST", "VERSION", "HEARTBEAT", "SHARDS", "IN FLIGHT", "UTILIZATION", "SETTINGS")
+LINE_HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")
+CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
+#: The first cells of a row, and the line with its figures.
+Row: TypeAlias = "tuple[Sequence[object], admin.rows.backlog.Line]"
+#: Seconds between two updates of --watch.
+REFRESH_SECONDS = 5.0
+COUNT = whole_number(0, 1_000_000_000)
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add(commands: Any) -> None:
+    """Add the two commands to the subparsers `commands`."""
+    parser = flags.command(commands, "status", "unsent tasks by topic and priority", STATUS_DESCRIPTION, run_status)
+    flags.switch(parser, "--json", "Print one JSON object instead of a table")
+    flags.switch(parser, "--watch", "Update every five seconds, until Ctrl-C")
+    flags.switch(parser, "--exact", "Count all tasks, without a limit")
+    text = "Exit code 1 if a task should first have been sent longer ago than this: {}"
+    flags.add(parser, "--max-age", SECONDS, text, metavar="S")
+    text = "Exit code 1 if more than N tasks are pending. --max-age and --max-pending ignore paused topics"
+    flags.add(parser, "--max-pending", COUNT, text, metavar="N")
+    text = "Exit code 1 if more than N tasks are dead, also in paused topics"
+    flags.add(parser, "--max-dead", COUNT, text, metavar="N")
+    parser = flags.command(
+        commands, "workers", "live workers, their load and settings", WORKERS_DESCRIPTION, run_workers
+    )
+    flags.switch(parser, "--json", "Print one JSON object instead of a table")
+    text = "Exit code 1 if a shard has no live worker, three died within the hour, or settings differ or are unknown"
+    flags.switch(parser, "--check", text)
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Print the backlog; return 0, or 1 if a limit is exceeded. Raises SettingError, NotReached, OutboxError."""
+    given = _limits(options)
+    if options.watch and given:
+        raise SettingError(f"--watch has no exit code: pass {' and '.join(given)} without it")
+    if options.watch:
+        with exit_on(signal.SIGTERM, signal.SIGINT, code=0):
+            _watch(flags.open_table(options), options)
+    task_table = flags.open_table(options)
+    backlog = _read(task_table, options)
+    say(_rendered(task_table, backlog, options))
+    beyond = _beyond(backlog, options)
+    for sentence in beyond:
+        note(sentence)
+    return 1 if beyond else 0
+
+
+def _read(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> "admin.rows.backlog.Backlog":
+    # Count far enough to decide whether --max-pending or --max-dead is exceeded.
+    highest = max((each for each in (options.max_pending, options.max_dead) if each is not None), default=None)
+    limit = None if highest is None else max(admin.rows.backlog.COUNT_LIMIT, highest + 1)
+    return read_noted(task_table, exact=options.exact, limit=limit)
+
+
+def read_noted(task_table: "admin.rows.task_table.TaskTable", **limits: Any) -> "admin.rows.backlog.Backlog":
+    """Return the backlog. If it does not have all topics, print a note. Raises NotReached, OutboxError."""
+    found = admin.rows.backlog.read(task_table, **limits)
+    if not found.whole:
+        topics = f"{admin.rows.backlog.MAX_TOPICS:,}"
+        note(f"there are more than {topics} topics. Only the first {topics} are counted")
+    return found
+
+
+def _watch(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> None:
+    history: admin.status.last_hour.History | None = None
+
+    def read() -> Escaped:
+        nonlocal history
+        backlog = _read(task_table, options)
+        history = None if options.json else admin.status.last_hour.read(task_table, backlog, history)
+        return _rendered(task_table, backlog, options, history)
+
+    for text in follow(read, REFRESH_SECONDS):
+        say(Escaped((_CLEAR if sys.stdout.isatty() and not options.json else "") + text))
+        time.sleep(REFRESH_SECONDS)
+
+
+def _beyond(backlog: "admin.rows.backlog.Backlog", options: argparse.Namespace) -> list[str]:
+    """Return a sentence for each limit that is exceeded."""
+    found = []
+    oldest = backlog.oldest
+    if options.max_age is not None and oldest and (age := backlog.age(oldest)) > options.max_age:
+        found.append(
+            f"the oldest task has waited {spoken(age)} (topic {cell(oldest.topic)}, priority "
+            f"{oldest.priority}), more than --max-age {spoken(options.max_age)}"
+        )
+    total = backlog.total
+    for name, most in (("pending", options.max_pending), ("dead", options.max_dead)):
+        if most is not None and (value := getattr(total, name)) > most:
+            number = cell(_number(name, value, total.at_least))
+            are = "task is" if number == "1" else "tasks are"
+            found.append(f"{number} {are} {name}, more than --max-{name} {most:,}")
+    if not backlog.whole and (given := _limits(options)):
+        found.append(f"{' and '.join(given)} cannot be checked, because not all topics are counted")
+    return found
+
+
+def _limits(options: argparse.Namespace) -> list[str]:
+    """Return the flags of the limits that were given."""
+    limits = {"--max-age": options.max_age, "--max-pending": options.max_pending, "--max-dead": options.max_dead}
+    return [flag for flag, value in limits.items() if value is not None]
+
+
+def _rendered(
+    task_table: "admin.rows.task_table.TaskTable",
+    backlog: "admin.rows.backlog.Backlog",
+    options: argparse.Namespace,
+    history: "admin.status.last_hour.History | None" = None,
+) -> Escaped:
+    status = admin.status.problems.read(task_table, backlog)
+    if options.json:
+        return _json(status)
+    parts: list[str] = [_text(backlog)]
+    if history:
+        parts += ["", _curves(history)]
+    if status.errors:
+        parts += ["", error_table(status.errors)]
+    if status.reshard:
+        parts += ["", str(status.reshard)]
+    if status.problems:
+        parts += ["", table(("PROBLEM",), [[each.text] for each in status.problems])]
+    return joined(*parts)
+
+
+def _curves(history: "admin.status.last_hour.History") -> Escaped:
+    """Return the last hour of all topics as lines of bars, each with its max and its last value."""
+    low, high = history.latency()
+    columns = zip(*history.failed().values(), strict=True)
+    failed = [None if None in column else sum(column) for column in columns]
+    figures: list[tuple[str, admin.status.last_hour.Values, Callable[[float], str]]] = [
+        ("registered/min", history.registered(), "{:,.0f}".format),
+        ("published/min", history.published(), "{:,.0f}".format),
+        ("failed/min", failed, "{:,.0f}".format),
+        ("pending", history.pending(), "{:,.0f}".format),
+        ("oldest", history.oldest(), spoken),
+        ("latency p50", low, spoken),
+        ("latency p95", high, spoken),
+    ]
+    known = [(name, values, unit, [each for each in values if each is not None]) for name, values, unit in figures]
+    last = admin.status.last_hour.latest
+    rows = [(name, bars(values), unit(max(all)), last(values, unit)) for name, values, unit, all in known if all]
+    return table(("LAST HOUR", "", "MAX", "LAST"), rows) if rows else Escaped("no worker has sent its history yet")
+
+
+def _json(status: "admin.status.problems.Status") -> Escaped:
+    backlog, reshard = status.backlog, None
+    if found := status.reshard:
+        reshard = {"from": found.change.former, "to": found.change.target, "since": found.change.operation.started_at}
+        reshard |= {"next_step": found.step.text, "waits_for": found.step.waits_for}
+    topics = [
+        {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}
+        for line in backlog.lines
+    ]
+    total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
+    why = {"problems": status.problems, "errors": status.errors}
+    circuits = admin.rows.workers.open_circuits(backlog.workers)
+    return as_json({**total, "topics": topics, **why, "circuits": circuits, "reshard": reshard})
+
+
+def _figures(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line") -> list[object]:
+    """Return the cells of a line, below LINE_HEADS."""
+    age = spoken(backlog.age(line)) if line.oldest else "-"
+    due = f"in {spoken((line.next_due - backlog.as_of).total_seconds())}" if line.next_due else "-"
+    return [*(_number(name, getattr(line, name), line.at_least) for name in admin.rows.backlog.COUNTS), age, due]
+
+
+def fields(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line") -> dict[str, Any]:
+    """Return the JSON fields of a line: counts, age in seconds, time, and the names of counts that stopped early."""
+    age = round(backlog.age(line), 3) if line.oldest else None
+    return {
+        **{name: getattr(line, name) for name in admin.rows.backlog.COUNTS},
+        "oldest_age": age,
+        "next_due": line.next_due,
+        "at_least": sorted(line.at_least),
+    }
+
+
+def _text(backlog: "admin.rows.backlog.Backlog") -> Escaped:
+    rows: list[Row] = [
+        ((line.topic + (" (paused)" if line.paused else ""), line.priority), line) for line in backlog.lines
+    ]
+    total: list[Row] = [(("all", None), backlog.total)] if rows else []
+    paused = any(line.paused for line in backlog.lines)
+    remarks = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
+    none = "no unsent tasks, and no task sent in the last minute"
+    return listing(backlog, ("TOPIC", "PRIORITY"), rows + total, none, *remarks)
+
+
+def listing(
+    backlog: "admin.rows.backlog.Backlog", heads: Sequence[str], rows: Sequence[Row], none: str, *remarks: str
+) -> Escaped:
+    """Return a table with the figures of each row behind its first cells, or `none`, and the open circuits."""
+    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
+    cells = [[*first, *_figures(backlog, line)] for first, line in rows]
+    figures = table((*heads, *LINE_HEADS), cells) if rows else none
+    return joined(head, figures, *remarks, *_circuit_lines(backlog.workers, backlog.as_of))
+
+
+def _number(name: str, value: int, at_least: set[str]) -> object:
+    return f">= {value:,}" if name in at_least else value
+
+
+def _circuit_lines(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> list[str]:
+    """Return an empty line and a table, or nothing if all circuits are closed."""
+    rows = []
+    for each in admin.rows.workers.open_circuits(workers):
+        wait = (each.next_probe - now).total_seconds()
+        state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
+        since = f"{spoken((now - each.since).total_seconds())} ago"
+        rows.append([state, each.topic, each.workers, since, probe, shortened(f"{each.reason}: {each.error}")])
+    left_out = int(sum(worker.number("circuits_left_out") for worker in workers))
+    more = [f"... and {left_out:,} more, which did not fit into the heartbeats"] if left_out else []
+    return ["", table(CIRCUITS, rows), *more] if rows else more
+
+
+def run_workers(options: argparse.Namespace) -> int:
+    """Print the workers; return 0, or 1 if --check finds a problem. Raises SettingError, NotReached, OutboxError."""
+    task_table = flags.open_table(options)
+    now = task_table.now()
+    rows = admin.rows.workers.rows_at(task_table, now)
+    workers = [each for each in rows if each.is_live]
+    differing = admin.rows.workers.differing(workers)
+    orphans = admin.rows.workers.shards_without_worker(task_table, workers, now)
+    if options.json:
+        fields = [_fields(worker) for worker in workers]
+        say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
+    else:
+        listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
+        head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
+        say(head, *listed, *_circuit_lines(workers, now))
+    known = admin.rows.workers.lost(workers, [each for each in rows if not each.is_live])
+    problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
+    for sentence in problems:
+        note(sentence)
+    return 1 if options.check and problems else 0
+
+
+def _problems(
+    workers: "Sequence[admin.rows.workers.Worker]", differing: Mapping[str, list[str]], orphans: list[int] | None
+) -> list[str]:
+    """Return a sentence for each setting that differs, for workers without Info, and for shards without a worker."""
+    found = [
+        f"--{name.replace('_', '-')} differs between live workers: {', '.join(values)}"
+        for name, values in differing.items()
+        if name != "version"
+    ]
+    if silent := [worker.id for worker in workers if not worker.info]:
+        found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
+    if orphans:
+        found.append(f"no live worker polls shards {admin.rows.workers.runs(orphans)}")
+    return found
+
+
+def _cells(worker: "admin.rows.workers.Worker", differing: Mapping[str, list[str]]) -> list[object]:
+    age = f"{spoken(worker.age)} ago"
+    if not worker.info:
+        return [worker.id, "", "older", age, "", "", "", ""]
+    version = worker.text("version") + ("*" if "version" in differing else "")
+    names = sorted({*worker.settings, *differing} - {"version"})
+    settings = [f"{name}={worker.settings.get(name, 'default')}{'*' if name in differing else ''}" for name in names]
+    load = [int(worker.number("in_flight")), f"{worker.number('utilization'):.0%}"]
+    return [
+        worker.id,
+        worker.text("host"),
+        version,
+        age,
+        admin.rows.workers.runs(worker.shards),
+        *load,
+        " ".join(settings),
+    ]
+
+
+def _fields(worker: "admin.rows.workers.Worker") -> dict[str, Any]:
+    reported: dict[str, Any] = {name: worker.text(name) for name in ("host", "version")}
+    reported |= {name: worker.number(name) for name in ("in_flight", "utilization", "circuits_left_out")}
+    reported |= {name: getattr(worker, name) for name in ("shards", "circuits", "settings")}
+    known = {"id": worker.id, "started_at": worker.started_at, "seen_at": worker.seen_at, "age": round(worker.age, 3)}
+    return known | (reported if worker.info else dict.fromkeys(reported))

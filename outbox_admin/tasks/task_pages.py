@@ -1,0 +1,204 @@
+"""Tasks: those of a state that match a filter, those that the search finds, and one with its time line and message."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from opentelemetry.trace import format_trace_id
+from starlette.responses import RedirectResponse, Response
+
+from outbox import observing
+from outbox.errors import OutboxError
+from outbox.registration import APPLICATION
+from outbox.table.states import CANCELLED, is_dead
+from outbox_admin import operations
+from outbox_admin.flags import MIN_PREFIX
+from outbox_admin.operations import Operation
+from outbox_admin.tasks import lookup
+from outbox_admin.tasks.lookup import SHOWN_BYTES, Page, Task, readable
+from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.tasks.task_filters import FILTERS, command_of, is_hopeless, selection_of
+from outbox_admin.web.roles import Refused, Role
+from outbox_admin.web.visits import Route, Visit, Work, render
+
+#: Tasks on one page, and max results of each kind of a search.
+PAGE, RESULTS = 50, 20
+#: The orders of a list, and those of tasks that were sent or cancelled.
+ORDERS = ("newest", "oldest", "attempts")
+#: How old a sent task is at most in a list that follows them. So the list reads a bounded part of the table.
+FOLLOWED = timedelta(minutes=10)
+#: The state that a person looks for who names none.
+DEFAULT_STATE = "dead"
+#: Unsent tasks of an ordering key that are read to find the place of one of them.
+KEY_TASKS = 1_000
+#: What the times of a task mean.
+EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "ExpiresAt": "expires"}
+#: The states of tasks that have no place in their ordering key.
+OUT_OF_KEY = ("sent", CANCELLED)
+
+
+def show(visit: Visit) -> Response:
+    """Show a page of the tasks that match the address, or only the filter if it has a wrong value."""
+    query, selection = visit.query, None
+    try:
+        selection = selection_of(query, visit.console.table.now())
+    except Refused as problem:
+        visit = dataclasses.replace(visit, problem=problem)
+    state = (selection and selection.state) or DEFAULT_STATE
+    orders = ORDERS[:2] if state in OUT_OF_KEY else ORDERS
+    order = next((each for each in orders if each == query.get("order")), "newest")
+    is_followed = state == "sent" and order == "newest" and bool(query.get("follow"))
+    page = command = None
+    if selection:
+        if is_followed:
+            since = visit.console.table.now() - FOLLOWED
+            selection = dataclasses.replace(selection, since=max(since, selection.since or since), until=None)
+        page = _page(visit, selection, state, order)
+        shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
+        command = command_of(visit, "list", shown, **{order: True, "limit": PAGE})
+    response = render(
+        visit,
+        "tasks/tasks",
+        page=page,
+        state=state,
+        order=order,
+        orders=orders,
+        is_followed=is_followed,
+        filters={name: query[name] for name in FILTERS if query.get(name)},
+        actions=[each for each in visit.console.actions if state in each.states],
+        command=command,
+    )
+    response.status_code = visit.problem.status if visit.problem else 200
+    return response
+
+
+def _page(visit: Visit, selection: TaskSelection, state: str, order: str) -> Page:
+    """Return the page after a cursor, or the one before it, which is read in the other order."""
+    selection, newest = dataclasses.replace(selection, include_expired=True), order != "oldest"
+    find = partial(lookup.find, visit.console.table, [state], selection, limit=PAGE)
+    if order == "attempts":
+        return find(attempts=True)
+    if not (before := visit.query.get("before")):
+        return find(newest=newest, after=visit.query.get("after") or None)
+    page = find(newest=not newest, after=before)
+    # In the other order, the next page is the one before, and there is always one behind.
+    return dataclasses.replace(page, tasks=page.tasks[::-1], previous=page.next, next=page.previous)
+
+
+def search(visit: Visit) -> Response:
+    """Show the tasks that `q` may mean, or open the only one. The search by key takes long, so an ID comes first."""
+    text = visit.query.get("q", "").strip()
+    if text and lookup.task(visit.console.table, text, data=False):
+        return RedirectResponse(visit.link("/task", id=text), 303)
+    found = lookup.beginning_with(visit.console.table, [text], RESULTS).get(text, []) if text else []
+    ids = found if len(text) >= MIN_PREFIX else []
+    # Sent tasks of a key are not read, because there may be millions.
+    of_key = TaskSelection(ordering_key=text)
+    keyed = lookup.find(visit.console.table, selection=of_key, limit=RESULTS).tasks if text else []
+    if len(ids) == 1 and not keyed:
+        return RedirectResponse(visit.link("/task", id=ids[0]), 303)
+    return render(visit, "tasks/search", text=text, ids=ids, keyed=keyed, most=RESULTS)
+
+
+def show_one(visit: Visit) -> Response:
+    """Show the task `id` without its message."""
+    task, status = _found(visit, data=False), visit.reading.value
+    columns, of_key = task.columns, list[Task]()
+    if columns["OrderingKey"] and task.state not in OUT_OF_KEY:
+        selection = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
+        of_key = lookup.find(visit.console.table, selection=selection, limit=KEY_TASKS).tasks
+    return render(
+        visit,
+        "tasks/task",
+        task=task,
+        line=_time_line(columns, status.operations if status else ()),
+        of_key=of_key,
+        actions=[each for each in visit.console.actions if each.suits(task)],
+        is_hopeless=task.state == "dead" and is_hopeless(columns["LastError"]),
+        command=visit.command("show", columns["Id"]),
+    )
+
+
+def _found(visit: Visit, *, data: bool) -> Task:
+    task = lookup.task(visit.console.table, visit.query.get("id", ""), data=data)
+    if task is None:
+        advice = "Its transaction was not committed, or it was deleted after it was sent or cancelled."
+        raise Refused(404, "There is no task with this ID", advice)
+    return task
+
+
+def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> list[tuple[datetime, str, str | None]]:
+    """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
+    by = columns["CancelledBy"]
+    names = ("CreatedAt",) if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
+    # At the end of a deferral, a worker reads the head. It does not publish the task.
+    events = EVENTS | ({"AvailableAt": "the head of its key is checked again"} if columns["BlockedBy"] else {})
+    line: list[tuple[datetime, str, str | None]] = [
+        (columns[name], events[name], None) for name in names if columns[name] and not is_dead(columns[name])
+    ]
+    if columns["SentAt"]:
+        how = EVENTS["SentAt"] if by is None else "cancelled" if by != APPLICATION else "cancelled by an application"
+        line.append((columns["SentAt"], how, None if by == APPLICATION else by))
+    # A view changes nothing, and a task that was purged is gone.
+    retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
+    relations = ((each, _relation(each, columns)) for each in retries)
+    changes = [(each.started_at, f"{how}: retry by {each.principal}", each.id) for each, how in relations if how]
+    return sorted([*line, *changes], key=lambda event: event[0])
+
+
+def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
+    """Return how a retry concerns a task: empty if it does not."""
+    try:
+        found = TaskSelection.recorded(operation.selection)
+    except OutboxError:
+        return ""
+    if found.ids is not None:
+        return "changed" if columns["Id"] in found.ids else ""
+    of_topic = found.topic in (None, columns["Topic"]) and found.ordering_key in (None, columns["OrderingKey"])
+    before = found.until is None or columns["CreatedAt"] < found.until
+    # A task that it has changed is sent later, or not at all.
+    was_unsent = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
+    return "perhaps changed" if found.state and of_topic and before and was_unsent else ""
+
+
+def show_data(visit: Visit) -> Response:
+    """Record that the person looks at the message of the task `id`, and then show it."""
+    task = _found(visit, data=False)
+    ended = {"FinishedAt": COMMIT_TIMESTAMP}
+    operations.begin(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author(), **ended)
+    attributes, data = _message(visit)
+    given, size = attributes or {}, len(data)
+    kind, lines = readable(data[:SHOWN_BYTES], whole=size <= SHOWN_BYTES)
+    return render(
+        visit,
+        "tasks/message",
+        task=task,
+        is_message=attributes is not None,
+        attributes=given,
+        kind=kind,
+        lines=lines,
+        size=size,
+        more=max(0, size - SHOWN_BYTES),
+        trace=format_trace_id(span.trace_id) if (span := observing.span_of(given)) else None,
+    )
+
+
+def _message(visit: Visit) -> tuple[Mapping[str, str] | None, bytes]:
+    """Return the attributes, or None if there is no message, and the data."""
+    redact, task = visit.console.redact, _found(visit, data=True)
+    message = task.message
+    given = {} if message is None else dict(message.attributes)
+    data = task.columns["Data"] if message is None else message.data
+    attributes, data = redact(task.columns["Topic"], given, data) if redact else (given, data)
+    return None if message is None else attributes, data
+
+
+ROUTES = (
+    Route("/tasks", show),
+    Route("/search", search),
+    Route("/task", show_one, work=Work.LIGHT),
+    Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE, "/task"),
+)

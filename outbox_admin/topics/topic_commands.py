@@ -1,0 +1,307 @@
+"""`outbox pause`, `resume` and `topics`: list topics, and write AsynchronousTaskTopics, which the workers read."""
+
+import argparse
+import dataclasses
+import json
+import re
+from typing import Any
+
+import outbox_admin as admin
+from outbox.base.values import counted, json_value, topic_name
+from outbox.errors import SettingError
+from outbox.program.settings import did_you_mean, one_of
+from outbox.program.terminal import CONFIRM_ABOVE, Escaped, as_json, by_field, confirm, escaped, named, note, say
+from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
+from outbox_admin import flags
+from outbox_admin.status.status_commands import fields, listing, read_noted
+
+PAUSE_DESCRIPTION = """\
+Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
+applications can still register tasks.
+
+    outbox pause orders --project my-project --instance main --database shop"""
+RESUME_DESCRIPTION = """\
+Resume publishing tasks of these paused topics. Their limits do not change.
+
+    outbox resume orders --project my-project --instance main --database shop"""
+TOPICS_DESCRIPTION = """\
+Show the pauses, limits, routes and retry policies of topics with their backlog. The list
+has every topic that has a row in AsynchronousTaskTopics, an unsent task, or a task sent in
+the last minute. A second list has the topics to which a live worker does not publish,
+because they fail.
+
+    outbox topics --project my-project --instance main --database shop
+    outbox topics set orders --rate 10 --burst 20 ...
+    outbox topics export ... > topics.json"""
+SET_DESCRIPTION = """\
+Set limits, the route or the retry policy of a topic. A value that you do not pass keeps
+its value.
+
+Limits apply to all live workers together. Each worker gets an equal part. Its burst and
+max in flight are at least 1. A route publishes the messages to another Pub/Sub topic.
+Tasks keep their topic, so its pause, limits and retry policy still apply. Until all
+workers have applied the route, both Pub/Sub topics can receive messages. The next failed
+attempt of a task uses the retry policy. Without a value, the setting of the worker applies.
+
+    outbox topics set orders --rate 10 --burst 20 --project my-project \\
+        --instance main --database shop
+    outbox topics set orders --route orders-v2 --dry-run ...
+    outbox topics set orders --max-attempts 3 --backoff-max 60s ..."""
+UNSET_DESCRIPTION = """\
+Remove limits, the route, or values of the retry policy of a topic.
+
+    outbox topics unset orders rate burst --project my-project --instance main --database shop
+    outbox topics unset orders route ..."""
+EXPORT_DESCRIPTION = """\
+Print the pauses, limits, routes and retry policies of all topics as JSON. `outbox topics
+apply` reads such a file.
+
+    outbox topics export --project my-project --instance main --database shop > topics.json"""
+APPLY_DESCRIPTION = """\
+Replace the controls of the topics in a file, in one transaction. A field that a topic
+does not have in the file gets its default. Topics that are not in the file do not change.
+
+    outbox topics apply topics.json --dry-run --project my-project --instance main --database shop
+    outbox topics apply topics.json ..."""
+FORGET_DESCRIPTION = """\
+Delete the row of a topic in AsynchronousTaskTopics. The topic then has no pause, limit,
+route or retry policy. Its tasks do not change.
+
+    outbox topics forget orders --project my-project --instance main --database shop"""
+
+PROBE_DESCRIPTION = """\
+Let each worker whose circuit of the topic is open publish a probe now, instead of at the
+time that `outbox topics` shows. If it succeeds, the circuit closes.
+
+    outbox topics probe orders --project my-project --instance main --database shop"""
+
+APPLIED_SOON = "workers apply this within 10 seconds"
+SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
+
+
+def add(commands: Any) -> None:
+    """Add the commands to the subparsers `commands`."""
+    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
+    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
+    showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, run_topics)
+    flags.switch(showing, "--json", "Print one JSON object instead of a table")
+    flags.switch(showing, "--exact", "Count all tasks, without a limit")
+    actions = showing.add_subparsers(metavar="ACTION")
+    setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
+    unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
+    forgetting = flags.command(actions, "forget", "delete the row of a topic", FORGET_DESCRIPTION, run_forget)
+    probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, run_probe)
+    flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, run_export)
+    applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
+
+    counts = ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1), (forgetting, 1))
+    for parser, count in counts:
+        flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
+    for name, (flag, text, _, kind) in VALUES.items():
+        flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar="N", dest=name)
+    field = one_of(*NAMES)
+    flags.add(unsetting, "fields", field, "What to remove: {}", metavar="FIELD", nargs="+", choices=[*NAMES])
+    applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
+    for parser in (setting, applying):
+        flags.switch(parser, "--force", "Do not ask Pub/Sub whether a routed topic exists")
+    for parser in (setting, unsetting, applying):
+        flags.switch(parser, "--dry-run", "Only print the difference")
+    for parser in (pausing, resuming, probing, setting, unsetting, forgetting, applying):
+        flags.add_reason(parser)
+    for parser in (pausing, probing, setting, unsetting, forgetting, applying):
+        flags.switch(parser, "--yes", "Skip the confirmation")
+
+
+def run_pause(options: argparse.Namespace) -> None:
+    """Pause topics. Raises SettingError, NotReached, OutboxError."""
+    table = _open(options, "Pause")
+    _report(admin.topics.editing.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
+    paused = {topic_name(topic, table.project) for topic in options.topics}
+    for topic, controls in sorted(table.controls().items()):
+        to = controls.publish_to
+        if to is not None and not controls.paused and topic_name(to, table.project) in paused:
+            note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
+
+
+def run_resume(options: argparse.Namespace) -> None:
+    """Resume topics. Raises SettingError, NotReached, OutboxError."""
+    table = _open(options)
+    _report(
+        admin.topics.editing.change(table, "resume", options.topics, {"paused": False}, flags.author(options)),
+        "resumed",
+    )
+
+
+def run_probe(options: argparse.Namespace) -> None:
+    """Ask for a probe of topics. Raises SettingError, NotReached, OutboxError."""
+    admin.topics.editing.probe(_open(options, "Probe"), options.topics, flags.author(options))
+    note("workers probe within 10 seconds. `outbox topics` shows the open circuits")
+
+
+def run_set(options: argparse.Namespace) -> None:
+    """Set controls of a topic. Raises SettingError, NotReached, OutboxError."""
+    values = {name: value for name in VALUES if (value := vars(options)[name]) is not None}
+    if not values:
+        raise SettingError(f"no value given. Pass {' or '.join(value.flag for value in VALUES.values())}")
+    _write(_open(options, "Set controls of"), options, values)
+
+
+def run_unset(options: argparse.Namespace) -> None:
+    """Remove controls of a topic. Raises SettingError, NotReached, OutboxError."""
+    _write(_open(options), options, {NAMES[name]: None for name in options.fields})
+
+
+def _write(table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, values: dict[str, Any]) -> None:
+    """Preview a change of one topic, ask if it routes many tasks, and write it."""
+    [topic], dry = options.topics, options.dry_run
+    found = admin.topics.editing.preview(table, topic, values, exact=dry, force=vars(options).get("force", True))
+    to, unsent = values.get("publish_to") or topic, found.unsent
+    if found.unchecked:
+        note(found.unchecked)
+    if dry:
+        _print_difference(found.difference)
+        if unsent:
+            say(f"{unsent} of {topic} would be published to {to}")
+        return
+    if unsent and unsent.number > CONFIRM_ABOVE:
+        confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
+    _report(
+        admin.topics.editing.change(table, "controls", [topic], values, flags.author(options)),
+        is_limited=any(values.get(name) for name in LIMITS),
+    )
+    if unsent:
+        note(f"{unsent} of {escaped(topic)} not sent yet. {admin.topics.editing.ORDERED.format(escaped(to))}")
+
+
+def run_topics(options: argparse.Namespace) -> None:
+    """Print the topics. Raises SettingError, NotReached, OutboxError."""
+    table = flags.open_table(options)
+    backlog = read_noted(table, exact=options.exact)
+    controls, lines = table.controls(), backlog.topics()
+    none = admin.rows.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.rows.backlog.COUNTS))
+    names = sorted({*controls, *lines})
+    topics = [(topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in names]
+    if options.json:
+        rows = [
+            {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
+            for topic, row, line in topics
+        ]
+        circuits = admin.rows.workers.open_circuits(backlog.workers)
+        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
+    else:
+        listed = [((topic, described(row)), line) for topic, row, line in topics]
+        say(listing(backlog, ("TOPIC", "CONTROL"), listed, "no topics"))
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Print the file. Raises SettingError, NotReached, OutboxError."""
+    controls = flags.open_table(options).controls()
+    topics = {
+        topic: {name: value for name in FIELDS if (value := by_field(dataclasses.asdict(row))[name]) is not None}
+        for topic, row in sorted(controls.items())
+    }
+    # ASCII without control characters, so that no name controls a terminal. JSON allows DEL as it is.
+    say(Escaped(json.dumps({"topics": topics}, indent=2).replace("\x7f", r"\u007f")))
+
+
+def run_apply(options: argparse.Namespace) -> None:
+    """Write the rows of a file. Raises SettingError, NotReached, OutboxError."""
+    text = flags.read_text(options.file)
+    try:
+        wanted = parsed(json_value(text))
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{options.file!r} cannot be read as JSON: {error}. Nothing was changed") from None
+    options.topics = list(wanted)
+    table = _open(options, "Apply")
+    destinations = [] if options.force else [row.publish_to for row in wanted.values()]
+    if unchecked := admin.topics.editing.check_destinations(table, destinations):
+        note(unchecked)
+    difference = admin.topics.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
+    changed = _print_difference(difference)
+    would = "would be " if options.dry_run else ""
+    say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
+    if changed and not options.dry_run:
+        note(APPLIED_SOON)
+
+
+def run_forget(options: argparse.Namespace) -> None:
+    """Delete the row of a topic. Raises SettingError, NotReached, OutboxError."""
+    table, [topic] = flags.open_table(options), options.topics
+    row = table.controls().get(topic)
+    if row not in (None, NO_CONTROLS):
+        confirm(f"{escaped(topic)} has: {described(row)}. Forget it?", yes=options.yes)
+    admin.topics.editing.apply(table, {topic: None}, flags.author(options))
+    say(f"{topic}: forgotten")
+    note(APPLIED_SOON)
+
+
+def _report(difference: "admin.topics.editing.Difference", unpaused: str = "", *, is_limited: bool = False) -> None:
+    """Print the new rows. `unpaused` is the text of a topic that is not paused."""
+    for topic, (_, row) in difference.items():
+        say(f"{topic}: {described(row, unpaused)}")
+    note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
+
+
+def _print_difference(difference: "admin.topics.editing.Difference") -> int:
+    """Print the rows that change, and return their number."""
+    changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
+    for topic, (before, after) in sorted(changed.items()):
+        say(f"{topic}: {described(before)} -> {described(after)}")
+    return len(changed)
+
+
+def _open(options: argparse.Namespace, verb: str = "") -> "admin.rows.task_table.TaskTable":
+    """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic.
+
+    With a `verb`, ask first if a topic is unknown; in a dry run, only print a note. Raises SettingError, NotReached,
+    OutboxError.
+    """
+    table = flags.open_table(options)
+    prefix = f"projects/{table.project}/topics/"
+    # A topic of another project has only one name.
+    others = {
+        each.removeprefix(prefix) if each.startswith("projects/") else prefix + each: each for each in options.topics
+    }
+    names = {name: topic for name, topic in others.items() if name not in options.topics}
+    for name in sorted(admin.topics.editing.waiting(table, names)):
+        note(
+            f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
+            "its tasks are not affected"
+        )
+    if verb and not options.yes and (unknown := admin.topics.editing.unknown(table, options.topics)):
+        found = flags.unknown_topics(table, unknown)
+        if vars(options).get("dry_run"):
+            note(found)
+        else:
+            confirm(f"{found}. {verb} {named(map(repr, unknown))} anyway?", yes=False)
+    return table
+
+
+def parsed(value: Any) -> dict[str, TopicControls]:
+    """Return the controls by topic. Raises SettingError with the path of each wrong value."""
+    if not (isinstance(value, dict) and value.keys() == {"topics"} and isinstance(value["topics"], dict)):
+        raise SettingError('the file must be {"topics": {...}}, as `outbox topics export` prints it')
+    wrong: list[str] = []
+    controls: dict[str, TopicControls] = {}
+    for topic, given in value["topics"].items():
+        if not re.fullmatch(flags.TOPIC.pattern, topic):
+            wrong.append(f"topics.{topic:.100} is no topic. It must be {flags.TOPIC.allowed}")
+        if not isinstance(given, dict):
+            wrong.append(f"topics.{topic:.100} must be an object")
+            continue
+        unknown = sorted(given.keys() - {*FIELDS})
+        wrong += [f"topics.{topic:.100}.{name:.100} is unknown.{did_you_mean(name, FIELDS)}" for name in unknown]
+        controls[topic] = TopicControls(**{name: _number(name, given[name]) for name in FIELDS if name in given})
+        wrong += [f"topics.{topic}.{name} {text}" for name, text in problems(controls[topic]).items()]
+    if wrong:
+        sentences = (each if each.endswith((".", "?")) else f"{each}." for each in wrong)
+        raise SettingError(f"{' '.join(sentences)} Nothing was changed")
+    return controls
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return the value of a field: JSON does not tell 5 from 5.0 and 5e0, but Spanner does."""
+    bounds = VALUES[name].kind.bounds if name in VALUES else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # whatever the notation is
+    return float(value) if bounds and bounds.kind is float and bounds.contain(value) else value
