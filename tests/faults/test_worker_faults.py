@@ -80,8 +80,8 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
 def test_ten_seconds_to_stop(trial: Trial, service: str) -> None:
     """SIGTERM under load on a platform that kills after 10 s, with --shutdown-timeout 5. A service may never answer.
 
-    Promised: No task is lost. The worker exits by itself within 10 s, with 0 if both services answer. If not, at most
-    its in-flight batches are published again.
+    Promised: No task is lost. The worker exits by itself within 10 s, and with 0 if no batch is in flight. Otherwise at
+    most its in-flight batches are published again.
     """
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(trial.faulty(service)).network if service else None
@@ -91,7 +91,7 @@ def test_ten_seconds_to_stop(trial: Trial, service: str) -> None:
                 network.hang()
                 trial.register(60)
             worker.stop()
-            assert worker.wait(10) == (1 if network else 0)
+            assert worker.wait(10) in ((0, 1) if network else (0,))
         if network:
             network.forward()
         stack.enter_context(trial.worker())
