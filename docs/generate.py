@@ -192,6 +192,7 @@ PYTHON = {
     "publishworker.testing": ("OutboxRelay", "Drained", "Published", "Migrate"),
     "publishworker.hosted": ("HostedRelay",),
     "outbox.table.ddl": ("statements", "tables", "text", "cut"),
+    "outbox_pipeline.cli": ("main",),
     "outbox.errors": ("NotReached",),
 }  # fmt: skip
 
@@ -365,7 +366,7 @@ def _errors() -> str:
 def public() -> Iterator[tuple[str, str, griffe.Object]]:
     """Yield module, name and definition of each public name, from the source, without importing it."""
     search = [Path(__file__).parents[1]]
-    packages = {name: griffe.load(name, search_paths=search) for name in ("outbox", "publishworker")}
+    packages = {name: griffe.load(name, search_paths=search) for name in ("outbox", "publishworker", "outbox_pipeline")}
     for module, names in PYTHON.items():
         package, _, path = module.partition(".")
         for name in names:

@@ -27,6 +27,8 @@ INTERRUPTED_AFTER = timedelta(minutes=1)
 IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
 #: As the reason of an unchanged task: the preview counted it, and it did not match any more when the change began.
 LEFT = "changed since the preview"
+#: Max reasons of unchanged tasks that a record has. The others are counted together.
+MAX_REASONS, OTHER = 20, "other reasons"
 #: The same: it matches now, but did not at the preview.
 NEWCOMER = "newcomer"
 OPERATIONS_TAG = "outbox-operations"
@@ -138,6 +140,8 @@ class Progress:
     ) -> "Progress":
         """Record a chunk that has changed so many tasks, and where the next one begins. `check` comes before it."""
         numbers = Counter(_unchanged(self.position)) + Counter(unchanged)
+        largest = Counter(dict(numbers.most_common(MAX_REASONS)))  # a service may word each refusal in another way
+        numbers = largest + Counter({OTHER: numbers.total() - largest.total()})
         texts: dict[str, Any] = json.loads(position or "{}") | ({"unchanged": numbers} if numbers else {})
         after = Progress(self.id, self.tasks + tasks, json.dumps(texts | {"by": self.by}), self.by)
         update(transaction, self.id, Tasks=after.tasks, Position=after.position, SeenAt=COMMIT_TIMESTAMP)

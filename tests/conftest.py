@@ -31,6 +31,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.program import terminal
 from tests.support import real, spanner
 from tests.support.pubsub import PubSub, Subscription
 
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs the emulator: {only.args[0]}"))
         if mark and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason=f"--long; {mark.args[0]}"))
+
+
+@pytest.fixture(autouse=True)
+def _text_of_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test inherit the format of the lines of a program that an earlier one has started in this process."""
+    monkeypatch.setattr(terminal, "as_log_line", None)
 
 
 @pytest.fixture(scope="session")

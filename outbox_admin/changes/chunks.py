@@ -146,7 +146,9 @@ def next_chunk(table: TaskTable, selection: TaskSelection, position: str | None)
     """
     column = _shard_column(table, selection)
     try:
-        found: dict[str, Any] = {"column": column, "done": 0} | json_column(position or "{}")
+        found: dict[str, Any] = json_column(position or "{}")
+        if found.keys() <= {"by"}:  # no chunk is executed yet
+            found = {"column": column, "done": 0}
         if found["column"] != column:
             raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
         after = {name: _PARSED[name](value) for name, value in found.get("after", {}).items()}

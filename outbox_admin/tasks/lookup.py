@@ -169,7 +169,7 @@ def count_errors(tasks: Iterable[Task], *, at_least: bool = False) -> list[Error
         times = [task.columns["CreatedAt"] for task in found]
         error = found[0].columns["LastError"]
         counts.append(ErrorCount(topic, state, error, len(found), at_least, min(times), max(times)))
-    return sorted(counts, key=lambda each: -each.tasks)
+    return sorted(counts, key=lambda each: (-each.tasks, each.topic))
 
 
 def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:

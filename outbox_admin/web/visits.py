@@ -347,7 +347,7 @@ _ENVIRONMENT.filters.update(
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
 _ENVIRONMENT.globals |= {
-    "MAX_TOPICS": rows.backlog.MAX_TOPICS,
+    "counting": rows.backlog,
     "differing": workers.differing,
     "hold": problems.hold,
     "open_circuits": workers.open_circuits,

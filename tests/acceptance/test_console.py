@@ -317,6 +317,7 @@ def test_a_person_sees_that_another_page_answers(database: Database, browser: Br
     table = TaskTable(opened(database))
     with gated_console(opened(database)) as gate, tab(browser, gate.address, failures=True) as page:
         page.goto("/topic?name=orders")
+        expect(page.locator("#live")).to_contain_text("Oldest task")  # as soon as it is read
         gate.closed = closed
         page.get_by_label("Reason").first.fill("why")
         page.get_by_role("button", name="Pause").click()

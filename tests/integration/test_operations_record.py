@@ -113,7 +113,7 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(  # noqa:
             if name == "retry" and selection.state != "sent":
                 dead_again(database, outcome.changed)
         assert operations.found(table, ID).tasks == len(done)
-        assert (operations.found(table, ID).finished_at is None) == (chunks < 100)
+        assert (operations.found(table, ID).finished_at is None) == (number < 100)
     assert sorted(done) == NAMES
     operation = operations.found(table, ID)
     assert (operation.principal, operation.reason, operation.selected) == (JANE.principal, JANE.reason, len(NAMES))

@@ -211,7 +211,10 @@ def test_an_empty_file_of_ids_changes_nothing():
 MAINS = {"outbox": cli.main, "publishworker": publishworker.main, "outbox-pipeline": pipeline.main}
 
 
-def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]):
+def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OUTBOX_LOG_FORMAT", "text")
     for line, error in {
         "publishworker rnu": "unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists",
         "publishworker run --poll-intervall 2": "unknown flag '--poll-intervall'. Did you mean '--poll-interval'? ",
@@ -281,6 +284,7 @@ def test_a_shell_reads_the_completion_script(shell: str, capsys: pytest.CaptureF
 def test_a_command_without_its_extra_says_what_to_install(
     words: list[str], package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setenv("OUTBOX_LOG_FORMAT", "text")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert cli.main(words) == 1
     assert capsys.readouterr().err.endswith(

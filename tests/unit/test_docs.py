@@ -107,7 +107,7 @@ def test_the_python_page_has_every_public_name() -> None:
 @each_page
 def test_code_of_a_page_uses_public_names(page: Path) -> None:
     """What a page tells people to import has a place in the reference."""
-    public, packages = generate().PYTHON, ("outbox", "publishworker", "outbox_pipeline")
+    public, packages = generate().PYTHON, ("outbox", "publishworker", "outbox_admin", "outbox_pipeline")
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         code = re.sub("^%.*$", "", block, flags=re.MULTILINE)  # a command of a notebook
         for node in ast.walk(ast.parse(code)):

@@ -262,7 +262,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(  # noqa: PLR0917 - pa
     sys.stdout.close()  # nothing is left that fails again at exit
 
 
-@pytest.mark.parametrize("wrong", ["--concurrency=x", "--project", "--nope"])
+@pytest.mark.parametrize("wrong", ["--project=!", "--project", "--nope"])
 @pytest.mark.parametrize(
     ("main", "words", "flag", "variable", "is_json"),
     [

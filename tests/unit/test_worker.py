@@ -217,7 +217,7 @@ def test_a_worker_that_cannot_work_until_a_person_acts_ends_within_five_minutes(
 
 def test_the_heartbeat_file_is_left_to_age_while_a_worker_cannot_work() -> None:
     app, touched = mock.MagicMock(App), mock.Mock()
-    app._steps, app._touch_file = 0, touched
+    app._steps, app._touch_file, app._worker = 0, touched, mock.Mock()
     for app._worker.is_useless in (False, True, False):
         App._progress(app)
     assert (app._steps, touched.call_count) == (3, 2)
