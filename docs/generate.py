@@ -463,18 +463,21 @@ _NAMES = {
     "outbox_sqlalchemy": "outbox.ext.sqlalchemy", "outbox_django": "outbox.ext.django", "dbapi": "outbox.ext.dbapi",
     "inbox": "outbox.inbox", "aio": "outbox.aio", "faults": "outbox.testing.faults", "ddl": "outbox.table.ddl",
 }  # fmt: skip
+#: The modules whose names the pages import.
+_BY_NAME = ("outbox.testing", "outbox_pipeline.cli")
 
 
 def examples() -> dict[tuple[str, str], str]:
     """Return the first use of each public name on the pages, whose code tests run, by module and name."""
     found: dict[tuple[str, str], str] = {}
-    for page in (*sorted((REFERENCE.parent / "guide").glob("*.md"), key=lambda page: page.name != "register.md"),):
+    guide = sorted((REFERENCE.parent / "guide").glob("*.md"), key=lambda page: page.name != "register.md")
+    for page in (*guide, REFERENCE.parent / "operations/pipeline-platforms.md"):
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             prose = re.sub(r"^```.*?^```", "", text[: block.start()], flags=re.MULTILINE | re.DOTALL)
             heading = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)[-1]
-            link = f"[{heading}](../../guide/{page.name}#{_anchor(heading)})"
-            for module, name, code in _uses(block[1]):
+            link = f"[{heading}](../../{page.parent.name}/{page.name}#{_anchor(heading)})"
+            for module, name, code in _uses(re.sub(r"^%.*", "", block[1], flags=re.MULTILINE)):
                 found.setdefault((module, name), f"Example, from {link}:\n\n```python\n{code}\n```")
     return found
 
@@ -491,8 +494,8 @@ def _uses(code: str) -> Iterator[tuple[str, str, str]]:
                 module = _NAMES.get(node.value.id, node.value.id)
                 if node.attr in PYTHON.get(module, ()):
                     yield module, node.attr, text
-            elif isinstance(node, ast.Name) and node.id in PYTHON["outbox.testing"]:
-                yield "outbox.testing", node.id, text
+            elif isinstance(node, ast.Name):
+                yield from ((module, node.id, text) for module in _BY_NAME if node.id in PYTHON[module])
 
 
 def _comment(found: griffe.Attribute) -> str:

@@ -59,9 +59,9 @@ ID with the reason on stderr. The next tasks of the same ordering keys are relea
 RESTORE_DESCRIPTION = """\
 Put tasks back that `outbox cancel` or the console has cancelled: those of an operation
 (`outbox operations`), or by ID. They are as they were, and those whose time has passed are
-due. A task is not restored if its ID exists again. A task that a worker had published
-before the cancel is restored as sent. An earlier task of an ordering key can follow later
-ones that were sent meanwhile: --dry-run counts them.
+due. A cancelled task that a worker had published already is marked as sent by the worker,
+so that it is not restored. An earlier task of an ordering key can follow later ones that
+were sent meanwhile: --dry-run counts them.
 
     outbox restore 1f0c... --dry-run --project my-project --instance main --database shop
     outbox restore 0e3c... 7f21... --reason 'cancelled by mistake, ticket 4711' ...

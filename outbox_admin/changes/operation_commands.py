@@ -23,7 +23,7 @@ from outbox.program import logs
 from outbox.program.settings import one_of
 from outbox.program.terminal import Escaped, as_json, named, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
-from outbox.table.states import STATES
+from outbox.table.states import CANCELLED, STATES
 from outbox_admin import flags
 
 DESCRIPTION = """\
@@ -57,6 +57,7 @@ _LAST_CHUNK = {
     "published": "The tasks in progress may be published, and will be published again",
 }
 _STATES = (*STATES, "expired")
+_NOT_CANCELLED = "because they are not cancelled: restored before, or never cancelled"
 #: Why tasks are not changed, although they were named or matched at the preview.
 _REASONS = {
     "missing": "not in the table",
@@ -71,6 +72,7 @@ _NO_ERROR = {
         "expired": "because ExpiresAt has passed; pass --include-expired to send expired tasks",
         "blocked": "because blocked tasks wait for the head of their ordering key",
     },
+    "restore": {state: _NOT_CANCELLED for state in STATES if state != CANCELLED},
 }
 
 

@@ -1,1 +1,1 @@
-"""The certificate of an audit, and its check without Spark. No other job imports it."""
+"""The certificate of an audit, and its check without Spark. Only the job `audit` imports it."""

@@ -94,7 +94,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached."""
     table, certifier = open_table(settings), None
     if settings.certificate:
-        from outbox_pipeline.certificate.certifier import Certifier, dated  # noqa: PLC0415 - needs the packages of an extra
+        from outbox_pipeline.jobs.audit_certifier import Certifier, dated  # noqa: PLC0415 - needs the packages of an extra
 
         settings = dated(settings, table.now())
         certifier = Certifier(spark, settings, table)

@@ -80,7 +80,7 @@ def _opentelemetry(instance: str) -> Client:
             AggregationTemporality,
             PeriodicExportingMetricReader,
         )
-        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - the same
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource  # noqa: PLC0415 - the same
     except ImportError as error:
         raise SettingError(
             f"--metrics opentelemetry: the OpenTelemetry SDK is missing: {install('opentelemetry')}"
@@ -89,9 +89,9 @@ def _opentelemetry(instance: str) -> Client:
     # The exporter logs each failed attempt.
     lost = _LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
     try:
-        # Without an ID for each process, the collector takes two workers for one.
-        defaults = Resource({"service.instance.id": instance, "service.version": __version__})
-        resource = defaults.merge(Resource.create())
+        # The ID of `outbox workers`, not the random one of newer SDKs, unless OTEL_RESOURCE_ATTRIBUTES has another.
+        ours = Resource({"service.instance.id": instance, "service.version": __version__})
+        resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "publishworker"}))
         # Otherwise the SDK exports a gauge forever, also the backlog of a worker that another one has replaced.

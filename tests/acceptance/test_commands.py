@@ -174,13 +174,13 @@ def test_cancel_asks_at_a_terminal(outbox: Commands, database: Database):
     """Enter cancels nothing, and y cancels."""
     insert(database, [row("dead", "dead"), row("other")])
     for answer, code in (("", 1), ("y", 0)):
-        assert len(table(database)) == 2
+        assert len(table(database, "CancelledBy IS NULL")) == 2
         with outbox.terminal("cancel", "dead", "--reason", "no order") as terminal:
             terminal.wait_for_text("[y/N] ")
             terminal.type(answer + "\n")
             assert terminal.wait() == code, terminal.seen
             assert ("cancelled the task dead: no order" in terminal.seen) == (answer == "y")
-    assert [*table(database)] == ["other"]
+    assert [*table(database, "CancelledBy IS NOT NULL")] == ["dead"]
 
 
 def test_errors_that_are_not_all_read_are_lower_bounds(

@@ -108,7 +108,7 @@ Way = Callable[[Emulators, Database, TaskTable, str, TaskSelection], tuple[int, 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selections, "CHUNK", 3)
+    monkeypatch.setattr(chunks, "CHUNK", 3)
     monkeypatch.setattr(chunks, "PAGE", 4)
 
 

@@ -27,7 +27,6 @@ from outbox_admin.changes import chunks, execution
 from outbox_admin.changes.execution import Outcome
 from outbox_admin.operations import RECORDED_IDS, Author, NotContinued, Operation
 from outbox_admin.schema.reshard import Resharding
-from outbox_admin.tasks import selections
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
 from tests.support.commands import Commands
@@ -68,7 +67,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selections, "CHUNK", 3)
+    monkeypatch.setattr(chunks, "CHUNK", 3)
     monkeypatch.setattr(chunks, "PAGE", 4)
 
 

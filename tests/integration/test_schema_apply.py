@@ -208,7 +208,8 @@ def test_missing_columns_and_constraints_are_added(empty_database: Database) -> 
 def test_the_tables_of_an_earlier_version_get_what_they_lack(empty_database: Database) -> None:
     """A column, and the same column in the index, which keeps its backfilled entries."""
     wanted = ddl.statements()
-    change(empty_database, *rewritten(wanted, ("  DueAt       TIMESTAMP,\n", ""), (", DueAt, CancelledBy)", ", CancelledBy)")))
+    without = (("  DueAt       TIMESTAMP,\n", ""), (", DueAt, CancelledBy)", ", CancelledBy)"))
+    change(empty_database, *rewritten(wanted, *without))
     with pytest.raises(NotReached, match=r"column DueAt is missing.*stored column DueAt is missing"):
         app.verified_layout(cast("Any", empty_database))
     added = [(f"{TABLE}, column DueAt", "added"), (f"{TO_SEND}, stored column DueAt", "added")]
