@@ -219,7 +219,7 @@ def handles_sigterm(pid: int) -> bool:
     [
         ("publishworker run", signal.SIGTERM, 0),
         ("publishworker drain", signal.SIGTERM, 4),
-        ("outbox list", signal.SIGINT, 130),
+        ("outbox_admin list", signal.SIGINT, 130),
         ("outbox_pipeline drain", signal.SIGTERM, 143),
     ],
 )
@@ -240,8 +240,8 @@ def test_a_signal_during_the_imports_ends_a_command(words: str, number: signal.S
     [
         ("publishworker run", signal.SIGTERM, 0),
         pytest.param("publishworker drain", signal.SIGINT, 4, marks=pytest.mark.extended),
-        pytest.param("outbox tail", signal.SIGTERM, 0, marks=pytest.mark.extended),
-        ("outbox retry an-id", signal.SIGTERM, 143),
+        pytest.param("outbox_admin tail", signal.SIGTERM, 0, marks=pytest.mark.extended),
+        ("outbox_admin retry an-id", signal.SIGTERM, 143),
     ],
 )
 def test_a_signal_ends_a_command_whose_first_request_hangs(words: str, number: signal.Signals, code: int) -> None:
