@@ -31,7 +31,7 @@ from outbox.errors import OutboxError
 from outbox.program.terminal import Escaped, as_json, complain, confirm, say, table
 from outbox.rows import backlog
 from outbox.rows.task_table import TaskTable
-from outbox.table import ddl, schema
+from outbox.table import applying, ddl, schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox_admin.changes import execution
 from outbox_admin.tasks import lookup, selections
@@ -184,8 +184,8 @@ def _as_table(found: Mapping[str, Finding]) -> Escaped:
 
 def _schema(scratch: Scratch) -> Finding:
     wanted = ddl.statements()
-    schema.apply(scratch.database, wanted)
-    again = {state for _, state in schema.apply(scratch.database, wanted)}
+    applying.apply(scratch.database, wanted)
+    again = {state for _, state in applying.apply(scratch.database, wanted)}
     wrong = schema.differences(scratch.database, wanted, free=())
     verdict = PASSED if again == {"exists"} and not wrong else FAILED
     return Finding(verdict, "; ".join(wrong) or "applied twice without changes, and matches schema.sql")
@@ -195,8 +195,8 @@ def _roles(scratch: Scratch) -> Finding:
     if uses_emulator(scratch.settings):
         return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
-    schema.apply_roles(database)
-    if {state for _, state in schema.apply_roles(database)} != {"exists"}:
+    applying.apply_roles(database)
+    if {state for _, state in applying.apply_roles(database)} != {"exists"}:
         return Finding(FAILED, "the roles of schema/roles.sql were created twice")
     verify_grants(open_database(replace(scratch.settings, database_role="publishworker")))
     application: Any = open_database(replace(scratch.settings, database_role="outbox_application"))

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
-from outbox.table import schema
+from outbox.table import applying
 from outbox.table.ddl import statements
 
 #: Timeout of one call in seconds. The emulators take milliseconds.
@@ -63,5 +63,5 @@ def create(
         migrate(database)
         empty = any(table.table_id == "AsynchronousTasks" for table in database.list_tables())
     if not empty:
-        schema.apply(database, statements())
+        applying.apply(database, statements())
     return database

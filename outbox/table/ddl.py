@@ -47,9 +47,6 @@ OPERATION_NAMES = (
 #: Tables that the relay does not need.
 _NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
 
-#: Split points for each node, as https://docs.cloud.google.com/spanner/docs/pre-splitting-overview advises.
-POINTS_PER_NODE = 10
-
 CHANGE_STREAM = "AsynchronousTasksInserts"
 #: For readers that want to know of new tasks: one record for each registered task, none for marks and deletions.
 _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
@@ -183,38 +180,6 @@ def columns() -> dict[str, str]:
 def tables() -> list[str]:
     """Return the names of the tables, for example for the filter of a migration tool."""
     return re.findall(r"^CREATE TABLE (\w+)", text(), re.MULTILINE)
-
-
-def added_layout(layout: Layout) -> list[str]:
-    """Return the DDL that adds a layout to a table: its column, and its indexes."""
-    table, *others = statements(layout.shards, layout=layout)
-    [column] = re.findall(rf"^  ({layout.column} .+),$", table, re.MULTILINE)
-    indexes = [each for each in others if re.match(r"CREATE INDEX \w+\s+ON AsynchronousTasks \(", each)]
-    return [f"ALTER TABLE AsynchronousTasks ADD COLUMN {' '.join(column.split())}", *indexes]
-
-
-def dropped_layout(layout: Layout, indexes: Collection[str]) -> list[str]:
-    """Return the DDL that removes a layout from a table that still has these of its indexes."""
-    drops = [f"DROP INDEX {each}" for each in sorted(indexes)]
-    return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {layout.column}"]
-
-
-def points(layout: Layout, nodes: int) -> Iterator[str]:
-    """Yield the lines of a file of split points, which spread a load before it comes.
-
-    It is the file of `gcloud spanner databases splits add`: between the shards of both indexes, and evenly among the
-    random IDs of the table. A point needs the whole key, INT64 values are in quotes, and a request takes at most 100
-    points: https://docs.cloud.google.com/spanner/docs/create-manage-split-points
-    """
-    begin, end = "'1970-01-01T00:00:00Z'", "'9999-12-31T00:00:00Z'"
-    to_send, in_order = (layout.sql(f"AsynchronousTasks{name}") for name in ("ToSend", "InOrder"))
-    for shard in range(1, layout.shards):
-        # After all entries of the shard before: no SentAt is so late, and the Priority is descending.
-        yield f"INDEX {to_send} ('{shard - 1}',{end},'~',{end},'0',{end})"
-    for shard in range(1, layout.shards):
-        yield f"INDEX {in_order} ('{shard}','','',{begin},{begin},'0')"  # no key is empty
-    number = max(nodes, POINTS_PER_NODE * nodes - 2 * layout.shards)
-    yield from (f"TABLE AsynchronousTasks ('{place * 16**8 // number:08x}')" for place in range(1, number))
 
 
 #: A semicolon inside quotes or a comment ends no statement. After a backslash, a quote does not end a literal, not even

@@ -1,7 +1,7 @@
-"""Compare the outbox's tables in a database with the DDL, and create missing tables, parts of tables and indexes.
+"""Compare the outbox's tables in a database with the DDL.
 
 A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Further objects and columns do not matter.
-Nothing here changes or drops a column or an object. `request` has further arguments of `execute_sql`.
+`request` has further arguments of `execute_sql`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def differences(
     `expected` is DDL from `statements`. The parts with names in `free` may differ. Raises NotReached, SchemaDiffers.
     """
     shapes = dict(map(ddl.parse, expected))
-    return list(ddl.compare(shapes, _read(database, shapes, request), free))
+    return list(ddl.compare(shapes, read_parts(database, shapes, request), free))
 
 
 def problems(database: Database, layout: Layout, *, relay_only: bool, **request: Any) -> list[str]:
@@ -51,7 +51,7 @@ def layout(database: Database, **request: Any) -> Layout:
 
 def retention(database: Database, **request: Any) -> timedelta | None:
     """Return how long sent and cancelled tasks are kept, or None if they are kept for ever. Raises NotReached."""
-    [[policy]] = _query(database, _POLICY, request)
+    [[policy]] = query(database, _POLICY, request)
     days = re.fullmatch(r"older_thansentat,interval(\d+)day", normalized(policy))
     return timedelta(days=int(days[1])) if days else None
 
@@ -63,7 +63,7 @@ def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
 
 def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
     """Return the layouts with the states of their indexes (READ_WRITE: complete). Raises NotReached, SchemaDiffers."""
-    [[columns, indexes]] = _query(database, _LAYOUTS, request)
+    [[columns, indexes]] = query(database, _LAYOUTS, request)
     if not columns:
         raise NotReached(f"{database.name}: table AsynchronousTasks is missing; run `outbox schema apply`")
     found = {}
@@ -81,83 +81,9 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
     return found
 
 
-def apply(
-    database: Database, wanted: Sequence[str], *, free: Collection[str] = (), **request: Any
-) -> list[tuple[str, str]]:
-    """Create the missing objects and add the missing parts in one schema update, and wait for it.
-
-    An index of a large table takes long. `wanted` is DDL from `statements`. If the table was resharded, its names
-    replace those of `wanted`. An object that exists may differ in the parts with names in `free`, such as SHARD_COUNT.
-    Return pairs such as ("table AsynchronousTasks", "created"), with "created" or "exists", in the order of `wanted`,
-    and then such as ("table AsynchronousTasks, column Id", "added").
-
-    Raises:
-        SchemaDiffers: a part has another definition, which Spanner or the rows may not allow to change. Everything else
-            was created and added. Nothing was, if a table lacks a column that cannot be added, because no version of
-            this project has created that table.
-        NotReached: Spanner does not answer, or the database or a permission is missing.
-        OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
-    """
-    shapes = dict(map(ddl.parse, wanted))
-    found = _read(database, shapes, request)
-    if layout := _resharded(found):
-        wanted = [layout.sql(each) for each in wanted]
-        shapes = dict(map(ddl.parse, wanted))
-        found = _read(database, shapes, request)
-    existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
-    parts = ddl.missing_parts(existing, found)
-    # An index whose backfill has not finished counts as existing.
-    differences = list(ddl.compare(existing, found, {*free, "state"}))
-    wrong = [each for each in differences if each.partition(" is missing:")[0] not in parts]
-    if any(" is missing:" in each for each in wrong):
-        why = "nothing was created, as a table lacks a column that cannot be added, so the outbox did not create it:"
-        raise SchemaDiffers("\n  ".join([f"{database.name}: {why}", *differences]))
-    # An index on other columns, or on another table, is not this one.
-    others = {each.partition(", definition:")[0] for each in wrong}
-    parts = {title: statement for title, statement in parts.items() if title.partition(", stored")[0] not in others}
-    missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]
-    if missing or parts:
-        with service_errors(database.name):
-            database.update_ddl([*parts.values(), *missing]).result()
-    states = [(title, "exists" if title in existing else "created") for title in shapes]
-    states += [(title, "added") for title in parts]
-    if wrong:
-        changed = [f"{title} ({state})" for title, state in states if state != "exists"]
-        done = f"changed: {', '.join(changed)}. These" if changed else "nothing is missing, but these"
-        why = (
-            f"{done} parts have a different definition. Change them with your own DDL, or drop the index and run again:"
-        )
-        raise SchemaDiffers("\n  ".join([f"{database.name}: {why}", *wrong]))
-    return states
-
-
-def apply_roles(database: Database) -> list[tuple[str, str]]:
-    """Create the missing roles of roles.sql, and execute its grants, in one schema update.
-
-    A role or a grant that exists stays as it is. Return pairs such as ("role publishworker", "created"), with "created"
-    or "exists". Raises NotReached, OutboxError.
-    """
-    statements = ddl.cut(ddl.text("roles.sql"))
-    existing = {role.casefold() for [role] in _query(database, _ROLES, {})}
-    names = re.findall(r"^CREATE ROLE (\w+)$", "\n".join(statements), re.MULTILINE)
-    created = [name for name in names if name.casefold() not in existing]
-    grants = [each for each in statements if not each.startswith("CREATE ROLE ")]
-    with service_errors(database.name):
-        database.update_ddl([*(f"CREATE ROLE {name}" for name in created), *grants]).result()
-    return [(f"role {name}", "created" if name in created else "exists") for name in names]
-
-
-def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
-    """Return the layout of a table whose shard column is not that of schema.sql, or None for all others."""
-    columns = " ".join(found.get(normalized("table AsynchronousTasks"), ()))
-    suffixes = sorted(re.findall(r"\bcolumnshard(\d*)\b", columns))
-    return Layout.added(int(suffixes[0])) if suffixes and suffixes[0] else None
-
-
 _POLICY = """
 SELECT IFNULL(ROW_DELETION_POLICY_EXPRESSION, '') FROM INFORMATION_SCHEMA.TABLES
 WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks'"""
-_ROLES = "SELECT ROLE_NAME FROM INFORMATION_SCHEMA.ROLES"
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
 # The columns Shard, Shard32 and the like. Id is read too, to tell a missing table from a table without a shard column.
 _LAYOUTS = r"""
@@ -221,16 +147,17 @@ FROM INFORMATION_SCHEMA.CHANGE_STREAMS
 WHERE LOWER(CHANGE_STREAM_NAME) IN UNNEST(@names)"""
 
 
-def _read(database: Database, titles: Iterable[str], request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def read_parts(database: Database, titles: Iterable[str], request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the parts of each object that exists, by the `normalized` title of the object and name of the part."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     names = [title.rpartition(" ")[2].lower() for title in titles]
-    for title, name, text in _query(database, _PARTS, request, names=names):
+    for title, name, text in query(database, _PARTS, request, names=names):
         found[normalized(title)] |= {normalized(part): each for part, each in ddl.part(name, text).items()}
     return dict(found)
 
 
-def _query(database: Database, sql: str, request: Mapping[str, Any], **parameters: Any) -> list[Any]:
+def query(database: Database, sql: str, request: Mapping[str, Any], **parameters: Any) -> list[Any]:
+    """Return the rows of a query about the schema. Raises NotReached, SchemaDiffers, OutboxError."""
     request = {**retry_and_timeout(SCHEMA_SECONDS), "timeout": Deadline(SCHEMA_SECONDS), **request}
     types = {name: param_types.Array(param_types.STRING) for name in parameters}
 

@@ -6,8 +6,9 @@ layout, so no unsent task is in a shard that no worker polls. Each step is one c
 step follows from what is in the database, so any run can continue.
 """
 
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from outbox.base.values import counted, listed, shown
 from outbox.errors import OutboxError
 from outbox.rows import counts_sql
 from outbox.rows.task_table import TaskTable, Transaction
-from outbox.table import ddl, schema
-from outbox.table.ddl import BUILDING, COLUMN, POLLED, RETIRED, Layout
+from outbox.table import schema
+from outbox.table.ddl import BUILDING, COLUMN, POLLED, RETIRED, Layout, statements
 from outbox.table.shared_sql import WORKERS
 from outbox_admin import operations
 from outbox_admin.operations import UNNAMED, Author, Operation
@@ -264,9 +265,9 @@ class Resharding:
         found = schema.layouts(self._table.database)
         indexes = found.get(step.layout)
         if step.kind == "drop":
-            statements = [] if indexes is None else ddl.dropped_layout(step.layout, indexes)
+            statements = [] if indexes is None else dropped_layout(step.layout, indexes)
         else:
-            column, *others = ddl.added_layout(step.layout)
+            column, *others = added_layout(step.layout)
             missing = [each for each in others if each.split()[2] not in (indexes or {})]
             statements = missing if indexes is not None else [column, *missing]
         try:
@@ -290,3 +291,17 @@ def _polled_by(rows: list[list[Any]]) -> dict[str, frozenset[str]]:
     return {
         worker: frozenset((polls or COLUMN).split(",")) for worker, age, seconds, polls in rows if age < 2000 * seconds
     }
+
+
+def added_layout(layout: Layout) -> list[str]:
+    """Return the DDL that adds a layout to a table: its column, and its indexes."""
+    table, *others = statements(layout.shards, layout=layout)
+    [column] = re.findall(rf"^  ({layout.column} .+),$", table, re.MULTILINE)
+    indexes = [each for each in others if re.match(r"CREATE INDEX \w+\s+ON AsynchronousTasks \(", each)]
+    return [f"ALTER TABLE AsynchronousTasks ADD COLUMN {' '.join(column.split())}", *indexes]
+
+
+def dropped_layout(layout: Layout, indexes: Collection[str]) -> list[str]:
+    """Return the DDL that removes a layout from a table that still has these of its indexes."""
+    drops = [f"DROP INDEX {each}" for each in sorted(indexes)]
+    return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {layout.column}"]

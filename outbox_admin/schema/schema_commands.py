@@ -8,8 +8,9 @@ from outbox.base.values import counted
 from outbox.program.settings import DatabaseSettings, SettingType, whole_number
 from outbox.program.terminal import Escaped, say
 from outbox.table import ddl
-from outbox.table.ddl import MAX_SHARDS, points
+from outbox.table.ddl import MAX_SHARDS
 from outbox_admin import flags
+from outbox_admin.schema.split_points import points
 
 SCHEMA_DESCRIPTION = "Print or create the outbox's tables, or change their number of shards."
 PRINT_DESCRIPTION = """\
@@ -103,13 +104,13 @@ def run_apply(options: argparse.Namespace) -> None:
     free = {part for flag, part in parts.items() if flag not in options}
 
     # Importing the Spanner client takes 0.5 s, so check the flags first.
-    from outbox.table import schema  # noqa: PLC0415 - see above
+    from outbox.table import applying  # noqa: PLC0415 - see above
     from outbox.table.connection import open_database  # noqa: PLC0415 - see above
 
     database = open_database(settings)
-    for name, state in schema.apply(database, _statements(options), free=free):
+    for name, state in applying.apply(database, _statements(options), free=free):
         say(f"{state:<8} {name}")
-    for name, state in schema.apply_roles(database) if options.roles else ():
+    for name, state in applying.apply_roles(database) if options.roles else ():
         say(f"{state:<8} {name}")
 
 

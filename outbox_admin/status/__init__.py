@@ -8,6 +8,6 @@ from typing import TYPE_CHECKING
 from outbox.base.start import importer
 
 if TYPE_CHECKING:
-    from outbox_admin.status import last_hour, problems  # noqa: F401 - for the types of those that use the package
+    from outbox_admin.status import last_hour, live_workers, problems  # noqa: F401 - for the types of those that use the package
 
-__getattr__ = importer(__name__, {"": "last_hour problems"})
+__getattr__ = importer(__name__, {"": "last_hour live_workers problems"})

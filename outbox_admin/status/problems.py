@@ -8,12 +8,13 @@ from outbox.base.values import counted, spoken
 from outbox.program.terminal import SHOWN
 from outbox.rows.backlog import Backlog, Line
 from outbox.rows.task_table import TaskTable
-from outbox.rows.workers import Worker, lost, open_circuits, shards_without_worker
+from outbox.rows.workers import Worker
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, stated
 from outbox.table.controls import problems as invalid
 from outbox_admin import operations
 from outbox_admin.operations import Operation
 from outbox_admin.schema.reshard import Progress, Resharding
+from outbox_admin.status.live_workers import lost, open_circuits, shards_without_worker
 from outbox_admin.tasks.lookup import BlockedHead, ErrorCount, blocked_heads, errors
 
 #: A topic is late after this many seconds. The monitors of k8s/ have limits of their own.

@@ -199,7 +199,7 @@ def _json(status: "admin.status.problems.Status") -> Escaped:
     ]
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
     why = {"problems": status.problems, "errors": status.errors}
-    circuits = admin.rows.workers.open_circuits(backlog.workers)
+    circuits = admin.status.live_workers.open_circuits(backlog.workers)
     return as_json({**total, "topics": topics, **why, "circuits": circuits, "reshard": reshard})
 
 
@@ -249,7 +249,7 @@ def _number(name: str, value: int, at_least: set[str]) -> object:
 def _circuit_lines(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> list[str]:
     """Return an empty line and a table, or nothing if all circuits are closed."""
     rows = []
-    for each in admin.rows.workers.open_circuits(workers):
+    for each in admin.status.live_workers.open_circuits(workers):
         wait = (each.next_probe - now).total_seconds()
         state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
         since = f"{spoken((now - each.since).total_seconds())} ago"
@@ -265,8 +265,8 @@ def run_workers(options: argparse.Namespace) -> int:
     now = task_table.now()
     rows = admin.rows.workers.rows_at(task_table, now)
     workers = [each for each in rows if each.is_live]
-    differing = admin.rows.workers.differing(workers)
-    orphans = admin.rows.workers.shards_without_worker(task_table, workers, now)
+    differing = admin.status.live_workers.differing(workers)
+    orphans = admin.status.live_workers.shards_without_worker(task_table, workers, now)
     if options.json:
         fields = [_fields(worker) for worker in workers]
         say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
@@ -274,7 +274,7 @@ def run_workers(options: argparse.Namespace) -> int:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
         say(head, *listed, *_circuit_lines(workers, now))
-    known = admin.rows.workers.lost(workers, [each for each in rows if not each.is_live])
+    known = admin.status.live_workers.lost(workers, [each for each in rows if not each.is_live])
     problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:
         note(sentence)
@@ -293,7 +293,7 @@ def _problems(
     if silent := [worker.id for worker in workers if not worker.info]:
         found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
     if orphans:
-        found.append(f"no live worker polls shards {admin.rows.workers.runs(orphans)}")
+        found.append(f"no live worker polls shards {admin.status.live_workers.runs(orphans)}")
     return found
 
 
@@ -310,7 +310,7 @@ def _cells(worker: "admin.rows.workers.Worker", differing: Mapping[str, list[str
         worker.text("host"),
         version,
         age,
-        admin.rows.workers.runs(worker.shards),
+        admin.status.live_workers.runs(worker.shards),
         *load,
         " ".join(settings),
     ]

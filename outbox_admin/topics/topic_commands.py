@@ -186,7 +186,7 @@ def run_topics(options: argparse.Namespace) -> None:
             {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
             for topic, row, line in topics
         ]
-        circuits = admin.rows.workers.open_circuits(backlog.workers)
+        circuits = admin.status.live_workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
         listed = [((topic, described(row)), line) for topic, row, line in topics]

@@ -42,15 +42,14 @@ from outbox.base.values import counted, listed, spoken
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import SettingType
 from outbox.program.terminal import cell
-from outbox.rows import workers
 from outbox.rows.task_table import TaskTable
-from outbox.rows.workers import runs
 from outbox.table.states import LEFT_TO_SEND
 from outbox_admin import operations
 from outbox_admin.flags import TEXT, command_line
 from outbox_admin.operations import Author, Operation
-from outbox_admin.status import charts, last_hour, problems
+from outbox_admin.status import charts, last_hour, live_workers, problems
 from outbox_admin.status.last_hour import History
+from outbox_admin.status.live_workers import runs
 from outbox_admin.tasks.lookup import Task
 from outbox_admin.web.roles import Refused, Role
 
@@ -348,9 +347,9 @@ _ENVIRONMENT.filters.update(
 )
 _ENVIRONMENT.globals |= {
     "counting": rows.backlog,
-    "differing": workers.differing,
+    "differing": live_workers.differing,
     "hold": problems.hold,
-    "open_circuits": workers.open_circuits,
+    "open_circuits": live_workers.open_circuits,
 }
 _ENVIRONMENT.globals |= {"Role": Role, "counted": counted, "charts": charts, "FILES": FILES}
 _ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS, "WORKERS": WORKERS}

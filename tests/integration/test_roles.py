@@ -12,13 +12,14 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 from outbox import inbox
 from outbox.reading import Position, SentTasks
-from outbox.rows import backlog, workers
+from outbox.rows import backlog
 from outbox.rows.task_table import TaskTable
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import CANCELLED, NEVER, STATES
 from outbox_admin import operations
 from outbox_admin.changes import chunks, execution
+from outbox_admin.status import live_workers
 from outbox_admin.tasks import lookup, selections
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
@@ -149,7 +150,7 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     chunks.preview(table, TaskSelection(state=CANCELLED), "restore")
     lookup.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
     selections.count(table, TaskSelection(ids=("dead",)), exact=True)
-    workers.shards_without_worker(table, [], table.now())
+    live_workers.shards_without_worker(table, [], table.now())
     found = lookup.task(table, "dead", data=False)
     assert found
     allowed = grants("outbox_viewer")

@@ -18,7 +18,7 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.rows.task_table import TaskTable
-from outbox.table import ddl, schema
+from outbox.table import applying, ddl, schema
 from outbox.table.ddl import Layout
 from outbox_admin.schema.reshard import Resharding
 from publishworker.process import app, commands
@@ -79,11 +79,11 @@ def test_apply_creates_everything_once(empty_database: Database, options: dict[s
     """The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something."""
     wanted = ddl.statements(**options)
     names = [*ALL, *(["change stream AsynchronousTasksInserts"] if "change_stream" in options else [])]
-    assert schema.apply(empty_database, wanted) == [(name, "created") for name in names]
-    assert schema.apply(empty_database, wanted) == [(name, "exists") for name in names]
+    assert applying.apply(empty_database, wanted) == [(name, "created") for name in names]
+    assert applying.apply(empty_database, wanted) == [(name, "exists") for name in names]
     assert schema.differences(empty_database, wanted, free=()) == []
     shapes = dict(map(ddl.parse, wanted))
-    found = schema._read(empty_database, shapes, {})
+    found = schema.read_parts(empty_database, shapes, {})
     for title, expected in shapes.items():
         parts = found[ddl.normalized(title)]
         assert {name: parts.get(ddl.normalized(name)) for name in expected} == expected
@@ -97,7 +97,7 @@ def test_only_missing_objects_are_created_in_one_update(
 ) -> None:
     """Workers do not miss the table of operations, which only commands need: its migration may come later."""
     with mock.patch.object(own_database, "update_ddl") as update:
-        schema.apply(own_database, ddl.statements())
+        applying.apply(own_database, ddl.statements())
     update.assert_not_called()
     change(own_database, "DROP TABLE AsynchronousTaskOperations")
     assert app.verified_layout(cast("Any", own_database)) == Layout(10)
@@ -109,7 +109,7 @@ def test_only_missing_objects_are_created_in_one_update(
     missing = ["index AsynchronousTasksInOrder", "table AsynchronousTaskTopics", "table AsynchronousTaskOperations"]
     assert schema.differences(own_database, ddl.statements()) == [f"{name} is missing" for name in missing]
     with mock.patch.object(own_database, "update_ddl", wraps=own_database.update_ddl) as update:
-        applied = schema.apply(own_database, ddl.statements())
+        applied = applying.apply(own_database, ddl.statements())
     assert [name for name, state in applied if state == "created"] == missing
     assert update.call_count == 1
     assert schema.differences(own_database, ddl.statements()) == []
@@ -119,11 +119,11 @@ def test_the_names_of_a_reshard_are_used(own_database: Database) -> None:
     """A deployment that applies the schema each time also does so after a change of the number of shards."""
     list(Resharding(TaskTable(opened(own_database))).run(Layout.added(3)))
     change(own_database, "DROP INDEX AsynchronousTasksInOrder3")
-    applied = schema.apply(own_database, ddl.statements(), free=ddl.OWN_CHOICES)
+    applied = applying.apply(own_database, ddl.statements(), free=ddl.OWN_CHOICES)
     created = [name for name, state in applied if state == "created"]
     assert (created, len(applied)) == (["index AsynchronousTasksInOrder3"], len(ALL))
     with pytest.raises(SchemaDiffers, match="shard count: the database has 3, expected 10"):
-        schema.apply(own_database, ddl.statements())
+        applying.apply(own_database, ddl.statements())
 
 
 TABLE, TO_SEND = "table AsynchronousTasks", "index AsynchronousTasksToSend"
@@ -164,7 +164,7 @@ def test_each_difference_is_named_and_everything_else_is_created(empty_database:
         "nothing is missing, but these parts",
     ):
         with pytest.raises(SchemaDiffers, match=re.escape(done)) as caught:
-            schema.apply(empty_database, wanted)
+            applying.apply(empty_database, wanted)
         assert [each for each in sentences if each not in str(caught.value)] == []
     assert sorted(schema.differences(empty_database, wanted)) == sorted(sentences)
 
@@ -173,12 +173,12 @@ def test_another_object_of_our_name_is_refused(empty_database: Database) -> None
     """An index on another table is named, and does not change. Without a required column, nothing is created."""
     change(empty_database, "CREATE TABLE AsynchronousTasks (Id STRING(64) NOT NULL) PRIMARY KEY (Id)")
     with pytest.raises(SchemaDiffers, match="AsynchronousTasks, column Priority is missing: expected INT64 NOT NULL"):
-        schema.apply(empty_database, ddl.statements())
+        applying.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"AsynchronousTasks"}
     change(empty_database, "DROP TABLE AsynchronousTasks", "CREATE TABLE T (A INT64) PRIMARY KEY (A)")
     change(empty_database, "CREATE INDEX AsynchronousTasksToSend ON T (A)")
     with pytest.raises(SchemaDiffers, match=r"index AsynchronousTasksToSend, definition: the database has ON T \(A\)"):
-        schema.apply(empty_database, ddl.statements())
+        applying.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"T", *ddl.tables()}
 
 
@@ -196,7 +196,7 @@ def test_missing_columns_and_constraints_are_added(empty_database: Database) -> 
         batch.insert("AsynchronousTasks", OLD_COLUMNS[:5], [["a", "orders", b"YWI=", 1, COMMIT_TIMESTAMP]])
     parts = ("column Attempts", "column LastError", "constraint AsynchronousTasksOrderingKey")
     added = [(f"{TABLE}, {part}", "added") for part in parts]
-    assert schema.apply(empty_database, wanted) == [
+    assert applying.apply(empty_database, wanted) == [
         *((name, "created" if name == TO_SEND else "exists") for name in ALL),
         *added,
         ("table AsynchronousTaskWorkers, column Info", "added"),
@@ -213,7 +213,7 @@ def test_the_tables_of_an_earlier_version_get_what_they_lack(empty_database: Dat
     with pytest.raises(NotReached, match=r"column DueAt is missing.*stored column DueAt is missing"):
         app.verified_layout(cast("Any", empty_database))
     added = [(f"{TABLE}, column DueAt", "added"), (f"{TO_SEND}, stored column DueAt", "added")]
-    assert schema.apply(empty_database, wanted) == [*((name, "exists") for name in ALL), *added]
+    assert applying.apply(empty_database, wanted) == [*((name, "exists") for name in ALL), *added]
     assert schema.differences(empty_database, wanted, free=()) == []
 
 
@@ -237,7 +237,7 @@ def test_additional_parts_and_objects_are_left_alone(
     )
     own_database.reload()
     before = own_database.ddl_statements
-    assert {state for _, state in schema.apply(own_database, ddl.statements())} == {"exists"}
+    assert {state for _, state in applying.apply(own_database, ddl.statements())} == {"exists"}
     assert schema.differences(own_database, ddl.statements(), free=()) == []
     own_database.reload()
     assert own_database.ddl_statements == before
@@ -275,7 +275,7 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     """
     change(empty_database, *ddl.cut(ARTICLE_TABLE.format(**article)))
     with pytest.raises(SchemaDiffers, match="column OrderingKey is missing") as caught:
-        schema.apply(empty_database, ddl.statements())
+        applying.apply(empty_database, ddl.statements())
     assert "column Topic: the database has STRING(255) NOT NULL" in str(caught.value)
     assert tables(empty_database) == {"AsynchronousTasks"}
     then = datetime(2026, 1, 2, tzinfo=UTC)
@@ -294,7 +294,7 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     with empty_database.batch() as batch:
         batch.delete("AsynchronousTasks", KeySet(keys=[["between"]]))
     change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article-2.sql").read_text()))
-    assert schema.apply(empty_database, ddl.statements()) == [(name, "exists") for name in ALL]
+    assert applying.apply(empty_database, ddl.statements()) == [(name, "exists") for name in ALL]
     assert query(empty_database, f"SELECT {', '.join(OLD_COLUMNS)} FROM AsynchronousTasks ORDER BY Id") == rows
     added = query(empty_database, "SELECT Bytes, AtMostOnce, TimesSent FROM AsynchronousTasks ORDER BY Id")
     assert added == [[2, False, 0], [3, False, 0]]
@@ -311,7 +311,7 @@ def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
     database = spanner_instance.database(name, database_dialect=DatabaseDialect.POSTGRESQL)
     database.create().result()
     try:
-        for call in (schema.apply, schema.differences):
+        for call in (applying.apply, schema.differences):
             with pytest.raises(SchemaDiffers, match=f"{name} has the PostgreSQL dialect: use a database"):
                 call(database, ddl.statements())
     finally:
@@ -321,7 +321,7 @@ def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
 def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, empty_database: Database) -> None:
     """The sentence has the name. A relay does not guess how many shards a foreign table has."""
     absent = spanner_instance.database("not-there")
-    for call in (schema.apply, schema.differences):
+    for call in (applying.apply, schema.differences):
         with pytest.raises(NotReached, match=r"databases/not-there not found. Create it"):
             call(absent, ddl.statements())
     with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
@@ -334,9 +334,9 @@ def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, 
 
 def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> None:
     """Two deployments that create the tables at once do not end in a traceback."""
-    just_before = mock.patch.object(schema, "_read", return_value={})
+    just_before = mock.patch.object(schema, "read_parts", return_value={})
     with just_before, pytest.raises(OutboxError, match="Duplicate name in schema: AsynchronousTasks") as caught:
-        schema.apply(database, ddl.statements())
+        applying.apply(database, ddl.statements())
     assert database.name in str(caught.value)
     assert "\n" not in str(caught.value)
 

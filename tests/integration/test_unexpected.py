@@ -18,7 +18,7 @@ from outbox.base.values import MAX_JSON
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
 from outbox.reading import Position, SentTasks
-from outbox.rows import backlog, workers
+from outbox.rows import backlog
 from outbox.rows.counts_sql import MAX_TEXT
 from outbox.rows.task_table import TaskTable
 from outbox.rows.workers import MAX_INFOS, MAX_ITEMS
@@ -30,7 +30,7 @@ from outbox.table.timeouts import retry_and_timeout
 from outbox_admin import operations
 from outbox_admin.changes import execution
 from outbox_admin.schema import reshard
-from outbox_admin.status import last_hour
+from outbox_admin.status import last_hour, live_workers
 from outbox_admin.tasks import lookup, selections
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
@@ -370,8 +370,8 @@ def test_no_column_is_read_further_than_its_bound(database: Database, outbox: Co
     assert max(len(each.shards) for each in counted.workers) == 2 * MAX_SHARDS
     assert max(len(each.circuits) for each in counted.workers) == MAX_ITEMS
     assert len(json.dumps([each.info for each in counted.workers], separators=(",", ":"))) < 2 * MAX_INFOS
-    assert len(workers.open_circuits(counted.workers)) <= MAX_ITEMS
-    assert len(workers.differing(counted.workers)) <= MAX_ITEMS
+    assert len(live_workers.open_circuits(counted.workers)) <= MAX_ITEMS
+    assert len(live_workers.differing(counted.workers)) <= MAX_ITEMS
     hour = last_hour.read(table, counted)
     assert (len(hour.topics) <= last_hour.MAX_TOPICS, len(hour.failed())) == (True, last_hour.MAX_REASONS)
     for words in ("status", "workers", "operations"):

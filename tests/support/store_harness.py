@@ -12,7 +12,8 @@ from google.cloud.spanner_v1.param_types import STRING, Array
 
 from outbox.table.connection import open_database
 from outbox.table.controls import COLUMNS, TopicControls
-from outbox.table.ddl import Layout, added_layout
+from outbox.table.ddl import Layout
+from outbox_admin.schema.reshard import added_layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import TopicKey
 from tests.simulation.clockwork import Clockwork, Process

@@ -17,7 +17,7 @@ from starlette.datastructures import QueryParams
 from outbox.base.values import counted
 from outbox.errors import NotReached
 from outbox.rows.backlog import Backlog, Line
-from outbox.rows.workers import MINUTES, TAKE_OVER, Worker, shards_without_worker
+from outbox.rows.workers import MINUTES, TAKE_OVER, Worker
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox_admin.console import routes
@@ -25,6 +25,7 @@ from outbox_admin.operations import Operation
 from outbox_admin.status import charts
 from outbox_admin.status.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox_admin.status.last_hour import JOINED, WHOLE, History, Seen, Values
+from outbox_admin.status.live_workers import shards_without_worker
 from outbox_admin.status.problems import SHOWN, Problem, find
 from outbox_admin.tasks.lookup import BlockedHead
 from outbox_admin.web import visits

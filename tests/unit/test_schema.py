@@ -14,10 +14,11 @@ from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.rows.task_table import TaskTable
-from outbox.table import ddl, schema
-from outbox.table.ddl import POINTS_PER_NODE, Layout, by_layout, points
+from outbox.table import applying, ddl, schema
+from outbox.table.ddl import Layout, by_layout
 from outbox_admin.operations import Operation
 from outbox_admin.schema.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
+from outbox_admin.schema.split_points import POINTS_PER_NODE, points
 from outbox_admin.verify import lines, problems
 
 ROOT = Path(__file__).parents[2]
@@ -138,8 +139,8 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     }
     database = mock.Mock()
 
-    with mock.patch.object(schema, "_read", return_value=found):
-        assert {state for _, state in schema.apply(database, wanted)} == {"exists"}
+    with mock.patch.object(schema, "read_parts", return_value=found):
+        assert {state for _, state in applying.apply(database, wanted)} == {"exists"}
         assert schema.differences(database, wanted) == [
             "index AsynchronousTasksToSend, state: the database has WRITE_ONLY, expected READ_WRITE",
             "index AsynchronousTasksInOrder, state: the database has WRITE_ONLY, expected READ_WRITE",
@@ -149,11 +150,11 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
 
 
 def test_roles_are_created_once_and_granted_again():
-    """The emulator has no roles, so this is the only test of the statements. `publishworker verify` runs them twice."""
+    """The emulator has no roles, so this is the only test of the statements. `outbox verify` runs them twice."""
     database, statements = mock.Mock(), ddl.cut(ddl.text("roles.sql"))
     for existing in ([], [["PublishWorker"], ["public"]], [[each.split()[-1]] for each in statements]):
-        with mock.patch.object(schema, "_query", return_value=existing):
-            states = dict(schema.apply_roles(database))
+        with mock.patch.object(schema, "query", return_value=existing):
+            states = dict(applying.apply_roles(database))
         [sent] = database.update_ddl.call_args.args
         created = [f"CREATE ROLE {role.removeprefix('role ')}" for role, state in states.items() if state == "created"]
         here = {role.casefold() for [role] in existing}
