@@ -7,9 +7,8 @@ from typing import Any
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import SchemaDiffers
-from outbox.table import ddl
+from outbox.table import ddl, schema
 from outbox.table.ddl import Layout, normalized
-from outbox.table.schema import query, read_parts, service_errors
 
 
 def apply(
@@ -30,11 +29,11 @@ def apply(
         OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
     """
     shapes = dict(map(ddl.parse, wanted))
-    found = read_parts(database, shapes, request)
+    found = schema.read_parts(database, shapes, request)
     if layout := _resharded(found):
         wanted = [layout.sql(each) for each in wanted]
         shapes = dict(map(ddl.parse, wanted))
-        found = read_parts(database, shapes, request)
+        found = schema.read_parts(database, shapes, request)
     existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
     parts = ddl.missing_parts(existing, found)
     # An index whose backfill has not finished counts as existing.
@@ -48,7 +47,7 @@ def apply(
     parts = {title: statement for title, statement in parts.items() if title.partition(", stored")[0] not in others}
     missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]
     if missing or parts:
-        with service_errors(database.name):
+        with schema.service_errors(database.name):
             database.update_ddl([*parts.values(), *missing]).result()
     states = [(title, "exists" if title in existing else "created") for title in shapes]
     states += [(title, "added") for title in parts]
@@ -69,11 +68,11 @@ def apply_roles(database: Database) -> list[tuple[str, str]]:
     or "exists". Raises NotReached, OutboxError.
     """
     statements = ddl.cut(ddl.text("roles.sql"))
-    existing = {role.casefold() for [role] in query(database, _ROLES, {})}
+    existing = {role.casefold() for [role] in schema.query(database, _ROLES, {})}
     names = re.findall(r"^CREATE ROLE (\w+)$", "\n".join(statements), re.MULTILINE)
     created = [name for name in names if name.casefold() not in existing]
     grants = [each for each in statements if not each.startswith("CREATE ROLE ")]
-    with service_errors(database.name):
+    with schema.service_errors(database.name):
         database.update_ddl([*(f"CREATE ROLE {name}" for name in created), *grants]).result()
     return [(f"role {name}", "created" if name in created else "exists") for name in names]
 
