@@ -220,7 +220,7 @@ class IncidentTable(TaskTable):
             groups[row.topic, row.priority, "sent_last_minute" if state == "sent" else state].append(row)
         found = []
         for (of, priority, state), group in groups.items():
-            # As `operator_sql`: only pending and retrying tasks have an age.
+            # As `counts_sql`: only pending and retrying tasks have an age.
             aged = [first_due(self._rows.as_locked(row)) for row in group if row.blocked_by is None]
             oldest = min((each for each in aged if each <= now and state in ("pending", "retrying")), default=None)
             found.append([shard, topic, of, priority, state, len(group), oldest, None, 0])
