@@ -9,10 +9,10 @@ from outbox.table.shared_sql import SEEK
 
 _OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
 _OPERATION_COLUMNS = f"""OperationId, Operation, StartedAt, FinishedAt, {at_most("Principal")},
-  {at_most("Selection", MAX_JSON)}, Tasks, {at_most("Reason")}, Selected,
-  SeenAt, StoppedAt, {at_most("Position", MAX_JSON)}"""
+  SUBSTR(Selection, 1, @characters), Tasks, {at_most("Reason")}, Selected,
+  SeenAt, StoppedAt, SUBSTR(Position, 1, @characters)"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
-PROGRESS = f"SELECT Tasks, {at_most('Position')} FROM {_OPERATIONS} WHERE OperationId = @id"
+PROGRESS = f"SELECT Tasks, {at_most('Position', MAX_JSON)} FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
 LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"
 #: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).
@@ -24,7 +24,8 @@ _ID_RANGES = "ARRAY<STRUCT<low STRING, high STRING>>[{}]".format(
 def latest_operations(names: Collection[str], *, views: bool = True) -> str:
     """Return the statement for the last @limit operations with the conditions in `names`, which are of parameters.
 
-    @topic is quoted as in JSON. Of each range, only the first @ceiling operations are compared.
+    @topic is quoted as in JSON. Of each range, only the first @ceiling operations are compared. Of each JSON text, it
+    reads @characters.
     """
     conditions = {
         "operation": "Operation = @operation",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.base.values import json_column, shown
+from outbox.base.values import MAX_JSON, json_column, shown
 from outbox.errors import OutboxError
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.table.ddl import OPERATIONS
@@ -172,17 +172,19 @@ def latest(
     principal: str | None = None,
     views: bool = True,
     at: datetime | None = None,
+    characters: int = MAX_JSON,
 ) -> list[Operation]:
     """Return the last `limit` operations as they were `at` a time, newest first. Raises NotReached, OutboxError.
 
     Of those that began in the same millisecond as the last one, it returns any. A filter is compared with about the
     last 16,000: `operation` is a name, `topic` a part of the selection, `principal` a part of the account, ignoring
-    case. Without `views`, it leaves out the records of messages that a person has looked at.
+    case. Without `views`, it leaves out the records of messages that a person has looked at. Of a selection, it returns
+    so many `characters`.
     """
     quoted = None if topic is None else json.dumps(topic, ensure_ascii=False)
     given = {"operation": operation, "topic": quoted, "principal": principal}
     values = {name: value for name, value in given.items() if value is not None}
-    most = {"limit": limit, "ceiling": max(limit, COMPARED) if values else limit}
+    most = {"limit": limit, "ceiling": max(limit, COMPARED) if values else limit, "characters": characters}
     statement = operation_sql.latest_operations(values, views=views)
     rows = table.query(statement, OPERATIONS_TAG, values | most, at=at, seconds=SCAN_SECONDS)
     return [Operation(*row) for row in rows]
@@ -190,7 +192,7 @@ def latest(
 
 def operation(table: TaskTable, id: str) -> Operation | None:
     """Return one operation, or None if it does not exist. Raises NotReached, OutboxError."""
-    rows = table.query(operation_sql.OPERATION, OPERATIONS_TAG, {"id": id})
+    rows = table.query(operation_sql.OPERATION, OPERATIONS_TAG, {"id": id, "characters": MAX_JSON})
     return Operation(*rows[0]) if rows else None
 
 
@@ -207,7 +209,7 @@ def begin(
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
     id = columns.setdefault("OperationId", new_id())
     table.transact(OPERATIONS_TAG, lambda writer: record(writer, table, name, selection, author, **columns))
-    [row] = table.query(operation_sql.OPERATION, OPERATIONS_TAG, {"id": id})
+    [row] = table.query(operation_sql.OPERATION, OPERATIONS_TAG, {"id": id, "characters": MAX_JSON})
     return Operation(*row)
 
 

@@ -23,8 +23,9 @@ WORKERS_TAG = "outbox-workers"
 #: it with their next discovery, and an idle one writes a heartbeat every 21 s. The first heartbeat has no shards.
 TAKE_OVER = timedelta(minutes=1)
 #: Max characters of the Infos of all workers together: 150 of the largest, or many more usual ones. As Python values,
-#: they take up to 20 times as much. Max items of a list or an object in an Info, and of what is found in all of them.
-MAX_INFOS, MAX_ITEMS = 2_000_000, 400
+#: they take up to 20 times as much. Max items of a list or an object in an Info, and of what is found in all of them,
+#: and max circuits of a worker, which have at most 4 kB.
+MAX_INFOS, MAX_ITEMS, MAX_CIRCUITS = 2_000_000, 400, 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class Worker:
     @property
     def circuits(self) -> list[Circuit]:
         """Return the circuits that are not closed."""
-        return [self._circuit(each) for each in _list(self.info.get("circuits")) if isinstance(each, dict)]
+        found = _list(self.info.get("circuits"))[:MAX_CIRCUITS]
+        return [self._circuit(each) for each in found if isinstance(each, dict)]
 
     def _circuit(self, found: Mapping[str, Any]) -> Circuit:
         topic, reason, error = (str(found.get(name, "")) for name in ("topic", "reason", "error"))

@@ -38,7 +38,7 @@ _TYPES = {
     **dict.fromkeys(("after_id", "error", "from_topic", "id", "id_prefix", "operation"), param_types.STRING),
     **dict.fromkeys(("ordering_key", "principal", "token", "topic"), param_types.STRING),
     **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range"), param_types.INT64),
-    **dict.fromkeys(("after_sequence", "shard", "shard_count"), param_types.INT64),
+    **dict.fromkeys(("after_sequence", "characters", "shard", "shard_count"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
     **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),
     "skip_dead": param_types.BOOL,

@@ -57,8 +57,9 @@ from outbox_admin.web.roles import Refused, Role
 FRESH_SECONDS = 5.0
 #: How long a page waits for a read that it has begun, and the age from which on figures are late.
 PATIENCE_SECONDS, LATE_SECONDS = 1.0, 2 * FRESH_SECONDS
-#: Max heads of blocked keys, operations, and workers.
+#: Max heads of blocked keys, operations, and workers, and max characters of the selection of each operation.
 HEADS = OPERATIONS = WORKERS = 100
+SELECTION = 10_000
 _log = logging.getLogger("outbox")
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
@@ -156,7 +157,7 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
     return Status(
         **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
         history=last_hour.read(table, backlog, last.history if last else None),
-        operations=operations.latest(table, OPERATIONS, views=False, at=backlog.as_of),
+        operations=operations.latest(table, OPERATIONS, views=False, at=backlog.as_of, characters=SELECTION),
     )
 
 

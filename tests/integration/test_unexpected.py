@@ -21,7 +21,7 @@ from outbox.reading import Position, SentTasks
 from outbox.rows import backlog
 from outbox.rows.counts_sql import MAX_TEXT
 from outbox.rows.task_table import TaskTable
-from outbox.rows.workers import MAX_INFOS, MAX_ITEMS
+from outbox.rows.workers import MAX_CIRCUITS, MAX_INFOS, MAX_ITEMS
 from outbox.table.connection import UNARY_SECONDS
 from outbox.table.ddl import MAX_SHARDS, Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
@@ -368,7 +368,7 @@ def test_no_column_is_read_further_than_its_bound(database: Database, outbox: Co
         with pytest.raises(OutboxError, match="Start a new operation"):
             execution.continued(table, str(n))
     assert max(len(each.shards) for each in counted.workers) == 2 * MAX_SHARDS
-    assert max(len(each.circuits) for each in counted.workers) == MAX_ITEMS
+    assert max(len(each.circuits) for each in counted.workers) == MAX_CIRCUITS
     assert len(json.dumps([each.info for each in counted.workers], separators=(",", ":"))) < 2 * MAX_INFOS
     assert len(live_workers.open_circuits(counted.workers)) <= MAX_ITEMS
     assert len(live_workers.differing(counted.workers)) <= MAX_ITEMS
