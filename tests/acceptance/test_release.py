@@ -182,7 +182,7 @@ def installed(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 #: The commit from which the tests upgrade, and to which they roll back.
-BEFORE = "19916a496dffecb5c27a5f5424cd51564d5b56cb"
+BEFORE = "bc7029a658a778000c606defb62056e087e5392d"
 OLD = "0.0.1"
 
 
