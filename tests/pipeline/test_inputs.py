@@ -82,7 +82,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("stream/*.jsonl", "json", TABLE.format("stream")),
         ("paimon/bucket-*/", "parquet", TABLE.format("paimon")),
         ("month", "parquet", TABLE.format("delta")),
-        ("links", "json", r"would ignore .*/links/a\.jsonl, because it is a link to a file that does not exist"),
+        ("links", "json", r"would ignore .*/links/a\.jsonl, because it is a link to nowhere, which does not exist"),
         ("copy", "parquet", r"would ignore .*/a\.parquet\._COPYING_, because .* or is that of an unfinished copy"),
         ("hidden/file", "json", r"would ignore .*/_a\.jsonl, because a name begins with _ or a dot"),
         ("hidden/folder", "json", r"would ignore .*/_temporary/0/a\.jsonl"),

@@ -451,15 +451,19 @@ def test_a_stream_is_not_registered_as_a_batch(case: Case):
 def test_the_format_is_a_table_of_sql(spark: SparkSession, target: DatabaseSettings):
     """Spark finds it by the name of a package. A notebook that has installed the package later registers it."""
     place = ", ".join(f"{name} '{value}'" for name, value in options(target).items())
+    given = f"({place}, columns 'Topic,Payload,OrderingKey')"
     spark.dataSource.register(OutboxDataSource)
-    spark.sql(f"CREATE TABLE tasks_of_sql USING outbox OPTIONS ({place}, columns 'Topic,Payload,OrderingKey')")
-    spark.sql(f"CREATE TEMPORARY VIEW tasks_of_view USING outbox OPTIONS ({place}, columns 'Id,Topic')")
+    spark.sql(f"CREATE TEMPORARY VIEW tasks_of_view USING outbox OPTIONS {given}")
+    spark.sql(f"CREATE TABLE tasks_of_sql USING outbox OPTIONS {given}")
     try:
-        spark.sql("INSERT INTO tasks_of_sql SELECT 'orders', CAST('d' AS BINARY), 'k'")
-        spark.sql("INSERT INTO tasks_of_sql (Topic, Payload) VALUES ('orders', CAST('e' AS BINARY))")
-        found = spark.sql("SELECT Topic, CAST(Payload AS STRING), OrderingKey FROM tasks_of_sql").collect()
-        assert sorted(map(tuple, found)) == [("orders", "d", "k"), ("orders", "e", None)]
-        assert spark.table("tasks_of_view").count() == 2
+        spark.sql("INSERT INTO tasks_of_view SELECT 'orders', CAST('d' AS BINARY), 'k'")
+        spark.sql("INSERT INTO tasks_of_view (Topic, Payload) VALUES ('orders', CAST('e' AS BINARY))")
+        # Spark gives the options of a table to neither its reader nor its writer.
+        spark.sql(f"INSERT INTO tasks_of_sql WITH {given} SELECT 'orders', CAST('f' AS BINARY), NULL")
+        expected = [("orders", "d", "k"), ("orders", "e", None), ("orders", "f", None)]
+        for source in ("tasks_of_view", f"tasks_of_sql WITH {given}"):
+            found = spark.sql(f"SELECT Topic, CAST(Payload AS STRING), OrderingKey FROM {source}").collect()
+            assert sorted(map(tuple, found)) == expected, source
     finally:
         spark.catalog.dropTempView("tasks_of_view")
         spark.sql("DROP TABLE tasks_of_sql")
