@@ -11,19 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import yaml
-
-from outbox.program.settings import DatabaseSettings, fields_of
-from outbox_admin.web.console_settings import ConsoleSettings
-from publishworker.process.worker_settings import WorkerSettings
+from chart_schema import METRICS, POD, schema
 
 K8S = Path(__file__).parent
 CHART = K8S / "helm"
 #: The first Kubernetes with all fields of the manifests: `matchLabelKeys` and `unhealthyPodEvictionPolicy`.
 KUBE_VERSION = ">=1.27.0-0"
-#: The Kubernetes whose fields the values may have.
-FIELDS = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema/v1.33.0-local-strict"
 #: The names of the objects contain the release, so two releases fit into one namespace. A label has at most 63
 #: characters, so a name is cut before its suffix. A parent chart can contain this one twice, with an alias for each, in
 #: one release. A tag can be too long for a label.
@@ -99,15 +93,6 @@ TEMPLATES = {
     "console-networkpolicy": (
         ["console/networkpolicy"], "(and .Values.console.enabled .Values.networkPolicy.enabled)",
     ),
-}  # fmt: skip
-#: The components of which the value `metrics` chooses one.
-METRICS = ("datadog-csi", "datadog-udp", "opentelemetry")
-#: The values that are fields of each pod, with the object of Kubernetes whose fields the value, or each item, has.
-#: Others are a text, or a map of texts.
-POD = {
-    "imagePullSecrets": "localobjectreference-v1", "priorityClassName": "", "runtimeClassName": "",
-    "nodeSelector": None, "tolerations": "toleration-v1", "affinity": "affinity-v1", "dnsConfig": "poddnsconfig-v1",
-    "hostAliases": "hostalias-v1",
 }  # fmt: skip
 NO_METRIC = (
     "autoscaling.enabled needs Datadog's metrics: set metrics=datadog-csi or metrics=datadog-udp, and enable the "
@@ -204,22 +189,6 @@ volumeMounts: []
 initContainers: []
 extraContainers: []
 """
-#: What a registry and a label accept, so that a wrong value fails here and not in a pod.
-_PART = "[a-z0-9]+([._-]+[a-z0-9]+)*"
-REPOSITORY = rf"^([A-Za-z0-9.-]+(:[0-9]+)?/)?{_PART}(/{_PART})*$"
-IMAGE = {
-    "repository": REPOSITORY,
-    "tag": r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$",
-    "digest": "^(sha256:[0-9a-f]{64})?$",
-}
-LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
-#: The name of an object, or none.
-NAMED = r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$"
-_LOOKS = re.compile(r"\(\?<?[!=]")
-#: Labels of the chart, which the values cannot set a second time.
-OWN_LABELS = r"^(app\.kubernetes\.io/(name|instance|part-of)|tags\.datadoghq\.com/.*)$"
-
-
 #: Keys of small maps in one line.
 SMALL = {
     "protocol",
@@ -275,7 +244,7 @@ def files() -> dict[str, str]:
     return {
         "Chart.yaml": NOTE + "\n".join(_chart()) + "\n",
         "values.yaml": NOTE + _values(base["configmap"]["data"], parts),
-        "values.schema.json": _schema(),
+        "values.schema.json": schema(),
         "templates/_helpers.tpl": HELPERS + _pod_helper(),
         **{f"templates/{name}.yaml": NOTE + _template(name, parts[name]) for name in TEMPLATES},
     }
@@ -486,109 +455,6 @@ def _metrics(place: str) -> Iterator[str]:
 
 def _indented(text: str, indent: str) -> str:
     return "".join(f"{indent}{line}\n" for line in text.splitlines())
-
-
-def _schema() -> str:
-    """Return the schema of the values, so that Helm refuses a misspelled one."""
-    reference = json.loads((K8S.parent / "docs/reference/settings.schema.json").read_text(encoding="utf-8"))
-
-    def settings(*classes: Any) -> dict[str, Any]:
-        names = sorted({field.variable for each in classes for field in fields_of(each)})
-        found = {name: reference["properties"][name] for name in names}
-        # Helm's regular expressions look neither ahead nor behind.
-        return _object(
-            {name: {k: v for k, v in each.items() if not _LOOKS.search(str(v))} for name, each in found.items()}
-        )
-
-    yes, account = {"type": "boolean"}, _text(NAMED)
-    map = {"type": "object", "additionalProperties": _text()}
-    own_labels = map | {"propertyNames": {"not": {"pattern": OWN_LABELS}}}
-    variable = _object(
-        {"name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$"), "value": _text(), "valueFrom": {"type": "object"}}
-    )
-    image = {name: _text(pattern) for name, pattern in IMAGE.items()}
-    properties = {
-        "enabled": yes,
-        "image": _object(image | {"pullPolicy": {"enum": ["", "Always", "IfNotPresent", "Never"]}}),
-        "replicas": {"type": ["integer", "null"], "minimum": 0},
-        "settings": settings(WorkerSettings),
-        "extraEnv": _list(variable | {"required": ["name"]}),
-        "envFrom": _list(_fields("envfromsource-v1")),
-        "metrics": {"enum": ["", *METRICS]},
-        "env": _text(LABEL),
-        "autoscaling": _object(
-            {
-                "enabled": yes,
-                "minReplicas": {"type": "integer", "minimum": 1},
-                "maxReplicas": {"type": "integer", "minimum": 1},
-                "averageValue": _text("^[0-9]+$"),
-                "metrics": _list(_fields("metricspec-autoscaling-v2")),
-            }
-        ),
-        "podDisruptionBudget": _object({"enabled": yes}),
-        "networkPolicy": _object({"enabled": yes, "egress": _list(_fields("networkpolicyegressrule-networking-v1"))}),
-        "serviceAccount": _object({"create": yes, "name": account, "annotations": map}),
-        "job": _object(
-            {
-                "name": _text("^[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?$"),
-                "args": _list(_text()),
-                "settings": settings(DatabaseSettings),
-                "serviceAccountName": account,
-                "resources": _fields("resourcerequirements-v1"),
-            }
-        ),
-        "console": _object(
-            {
-                "enabled": yes,
-                "image": _object(image),
-                "serviceAccountName": account,
-                "settings": settings(ConsoleSettings, DatabaseSettings, WorkerSettings),
-                "resources": _fields("resourcerequirements-v1"),
-            }
-        ),
-        "nameOverride": account,
-        "fullnameOverride": account,
-        "labels": own_labels,
-        "annotations": map,
-        "podLabels": own_labels,
-        "podAnnotations": map,
-        **{name: _of_pod(name, fields) for name, fields in POD.items()},
-        "podSecurityContext": _fields("podsecuritycontext-v1"),
-        "securityContext": _fields("securitycontext-v1"),
-        "topologySpreadConstraints": _list(_fields("topologyspreadconstraint-v1")),
-        "resources": _fields("resourcerequirements-v1"),
-        "volumes": _list(_fields("volume-v1")),
-        "volumeMounts": _list(_fields("volumemount-v1")),
-        "initContainers": _list(_fields("container-v1")),
-        "extraContainers": _list(_fields("container-v1")),
-        "global": {"type": "object"},
-    }
-    return json.dumps({"$schema": reference["$schema"], **_object(properties)}, indent=1) + "\n"
-
-
-def _of_pod(name: str, fields: str | None) -> dict[str, Any]:
-    if not fields:
-        return _text() if fields == "" else {"type": "object", "additionalProperties": _text()}
-    return _fields(fields) if name in ("affinity", "dnsConfig") else _list(_fields(fields))
-
-
-def _fields(name: str) -> dict[str, Any]:
-    """Return the schema of an object of Kubernetes: the names of its fields, and their types."""
-    found = json.loads((FIELDS / f"{name}.json").read_text(encoding="utf-8"))
-    types = {key: {"type": each["type"]} if "type" in each else {} for key, each in found["properties"].items()}
-    return _object(types) | ({"required": found["required"]} if "required" in found else {})
-
-
-def _text(pattern: str | None = None) -> dict[str, Any]:
-    return {"type": "string", **({"pattern": pattern} if pattern else {})}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import astuple
 from importlib import metadata
@@ -74,7 +75,9 @@ def row_cells(page: Path) -> list[list[str]]:
 
 @functools.cache
 def script(name: str) -> Any:
-    """Return a script of docs as a module; `site` is also a module of Python."""
+    """Return a script of docs as a module; `site` is also a module of Python, so `docs` is last in the path."""
+    if (folder := str(ROOT / "docs")) not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"{name}_pages", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -83,14 +86,16 @@ def script(name: str) -> Any:
     return module
 
 
-generate, licences, site = (functools.partial(script, name) for name in ("generate", "licences", "site"))
+generate, licences, python_reference, site = (
+    functools.partial(script, name) for name in ("generate", "licences", "python_reference", "site")
+)
 
 
 def test_generated_pages_match_the_code() -> None:
     """A new setting or metric without `make docs` fails here."""
     pages = generate().pages()
     for_people = {"settings.md", "metrics.md", "errors.md", "python.md", "statements.md"}
-    modules = {generate().module_page(module).name for module in generate().PYTHON}
+    modules = {python_reference().module_page(module).name for module in python_reference().PYTHON}
     assert {page.name for page in pages} == {*for_people, *modules, "settings.schema.json", "metadata.csv", "llms.txt"}
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
@@ -99,15 +104,17 @@ def test_generated_pages_match_the_code() -> None:
 def test_the_python_page_has_every_public_name() -> None:
     """`__version__` needs no explanation."""
     for module in (outbox, outbox.testing):
-        assert set(generate().PYTHON[module.__name__]) == {*module.__all__} - {"__version__"}
-    functions = {(module, name) for module, name, found in generate().public() if type(found).__name__ == "Function"}
-    assert functions <= generate().examples().keys(), "each function has an example on a guide"
+        assert set(python_reference().PYTHON[module.__name__]) == {*module.__all__} - {"__version__"}
+    functions = {
+        (module, name) for module, name, found in python_reference().public() if type(found).__name__ == "Function"
+    }
+    assert functions <= python_reference().examples().keys(), "each function has an example on a guide"
 
 
 @each_page
 def test_code_of_a_page_uses_public_names(page: Path) -> None:
     """What a page tells people to import has a place in the reference."""
-    public, packages = generate().PYTHON, ("outbox", "publishworker", "outbox_admin", "outbox_pipeline")
+    public, packages = python_reference().PYTHON, ("outbox", "publishworker", "outbox_admin", "outbox_pipeline")
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         code = re.sub("^%.*$", "", block, flags=re.MULTILINE)  # a command of a notebook
         for node in ast.walk(ast.parse(code)):
@@ -115,7 +122,7 @@ def test_code_of_a_page_uses_public_names(page: Path) -> None:
                 for each in node.names:
                     assert f"{node.module}.{each.name}" in public or each.name in public[str(node.module)], each.name
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                module = generate()._NAMES.get(node.value.id, node.value.id)
+                module = python_reference().NAMES.get(node.value.id, node.value.id)
                 assert f"{module}.{node.attr}" in public or node.attr in public.get(module, node.attr), node.attr
 
 
