@@ -157,28 +157,28 @@ def has_too_many_fields(data: bytes) -> bool:
     # Each attribute begins with the byte 0x12 or, in a longer encoding, 0x92. Few such bytes mean few attributes.
     if data.count(0x12) + data.count(0x92) <= MAX_FIELDS:
         return False
-    place = fields = 0
-    while place < len(data) and fields <= MAX_FIELDS:
+    offset = fields = 0
+    while offset < len(data) and fields <= MAX_FIELDS:
         # The last bits of a tag are the wire type: https://protobuf.dev/programming-guides/encoding
-        tag, place = _varint(data, place)
+        tag, offset = _varint(data, offset)
         kind = tag & 7
-        length, place = _varint(data, place) if kind in (0, 2) else (0, place)
+        length, offset = _varint(data, offset) if kind in (0, 2) else (0, offset)
         if kind not in (0, 1, 2, 5):
             return True  # a protobuf group: no Pub/Sub message has one, and only decoding finds its end
-        place += {0: 0, 1: 8, 2: length, 5: 4}[kind]
+        offset += {0: 0, 1: 8, 2: length, 5: 4}[kind]
         fields += 1
     return fields > MAX_FIELDS
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the varint at `place`, and the place after it."""
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the varint at `offset`, and the offset after it."""
     number = shift = 0
-    while place < len(data):
-        byte = data[place]
-        number, shift, place = number | (byte & 0x7F) << shift, shift + 7, place + 1
+    while offset < len(data):
+        byte = data[offset]
+        number, shift, offset = number | (byte & 0x7F) << shift, shift + 7, offset + 1
         if byte < 0x80 or shift == 70:  # the max length of a varint
             break
-    return number, place
+    return number, offset
 
 
 def _content(message: Any) -> bytes:

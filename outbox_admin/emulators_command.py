@@ -89,17 +89,17 @@ def run(options: argparse.Namespace) -> int:
     """
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
-    place, ddl = _plan(options)
+    target, ddl = _plan(options)
     # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
         with running(options.spanner_port, options.pubsub_port) as emulators, contextlib.ExitStack() as stack:
             variables = emulators.environment()
-            if place:
-                _create(options, place, ddl, variables)
+            if target:
+                _create(options, target, ddl, variables)
                 names = ("project", "instance", "database")
-                variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
+                variables = {PREFIX + name.upper(): getattr(target, name) for name in names} | variables
             if options.env_file:
                 stack.enter_context(_env_file(options.env_file, variables))
             worker = None
@@ -133,11 +133,13 @@ def _wait(ended: Callable[[], str | None]) -> NoReturn:
     raise OutboxError(sentence)
 
 
-def _create(options: argparse.Namespace, place: DatabaseSettings, ddl: list[str], variables: Mapping[str, str]) -> None:
+def _create(
+    options: argparse.Namespace, target: DatabaseSettings, ddl: list[str], variables: Mapping[str, str]
+) -> None:
     os.environ.update(variables)  # the clients read it
     from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
 
-    resources.create(place, ddl, options.pubsub, empty=options.empty)
+    resources.create(target, ddl, options.pubsub, empty=options.empty)
     tables = "without" if options.empty else "with"
     others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
     note(f"database {options.create} {tables} the outbox's tables{others}: ready")
@@ -214,7 +216,7 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
         raise SettingError("--worker needs the outbox's tables, which --empty leaves out. Give one of them")
     if options.pubsub and options.pubsub[0][0] == "subscription":
         raise SettingError("--subscription needs a --topic before it")
-    place = DatabaseSettings.read(
+    target = DatabaseSettings.read(
         dict(zip(("project", "instance", "database"), options.create.split("/"), strict=True))
     )
-    return place, cut(flags.read_text(options.ddl_file, "--ddl-file: ") if options.ddl_file else "")
+    return target, cut(flags.read_text(options.ddl_file, "--ddl-file: ") if options.ddl_file else "")

@@ -19,12 +19,12 @@ from outbox.errors import OutboxError
 
 def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package: the names of each module, or of modules of the package for ""."""
-    places = {name: module for module, names in modules.items() for name in names.split()}
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name not in places:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = places[name]
+        module = module_of[name]
         found = getattr(import_module(f"{package}.{module}"), name) if module else import_module(f"{package}.{name}")
         setattr(sys.modules[package], name, found)  # later uses of the name do not call this function
         return found

@@ -201,5 +201,5 @@ def spoken(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [f"{value}{unit}" for value, unit in ((days, "d"), (hours, "h"), (minutes, "m"), (left, "s"))]
-    first = next((place for place, part in enumerate(parts) if not part.startswith("0")), len(parts) - 1)
+    first = next((index for index, part in enumerate(parts) if not part.startswith("0")), len(parts) - 1)
     return " ".join(part for part in parts[first : first + 2] if not part.startswith("0"))

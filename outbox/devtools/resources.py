@@ -20,7 +20,7 @@ _CREATES_TASKS = re.compile(r"CREATE\s+TABLE\s+(IF\s+NOT\s+EXISTS\s+)?`?Asynchro
 
 
 def create(
-    place: DatabaseSettings,
+    target: DatabaseSettings,
     ddl: Sequence[str],
     pubsub: Iterable[tuple[str, str]] = (),
     *,
@@ -36,20 +36,20 @@ def create(
     before it and keeps the order of ordering keys. What exists already is kept, and a database that exists does not get
     `ddl`. The emulators are those that the environment names. Raises SchemaDiffers, OutboxError.
     """
-    client = spanner.Client(project=place.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-    config = f"projects/{place.project}/instanceConfigs/emulator-config"
-    instance = client.instance(place.instance, configuration_name=config)
+    client = spanner.Client(project=target.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+    config = f"projects/{target.project}/instanceConfigs/emulator-config"
+    instance = client.instance(target.instance, configuration_name=config)
     own = [] if empty or migrate or any(map(_CREATES_TASKS.match, ddl)) else statements()
-    database: Database = instance.database(place.database, ddl_statements=[*own, *ddl])
-    what, topic = f"instance {place.instance}", ""
+    database: Database = instance.database(target.database, ddl_statements=[*own, *ddl])
+    what, topic = f"instance {target.instance}", ""
     try:
         with suppress(AlreadyExists):
             instance.create().result(timeout=EMULATOR_SECONDS)
-        what = f"database {place.database}"
+        what = f"database {target.database}"
         with suppress(AlreadyExists):
             database.create().result(timeout=EMULATOR_SECONDS)
         for kind, id in pubsub:
-            what, name = f"{kind} {id}", f"projects/{place.project}/{kind}s/{id}"
+            what, name = f"{kind} {id}", f"projects/{target.project}/{kind}s/{id}"
             topic = name if kind == "topic" else topic
             with suppress(AlreadyExists):
                 if kind == "topic":

@@ -159,11 +159,11 @@ class Receiver:
 
     def _log_failures(self, failures: Sequence["Failure"]) -> None:
         """Log each error text once, and one traceback for each line of code that raised errors."""
-        places = set[object]()
+        origins = set[object]()
         for messages, error in _by_text(failures):
             was_raised = error.__traceback__ is not None and not isinstance(error, MissingTaskId)
-            has_trace = was_raised and place_of(error) not in places
-            places.add(place_of(error))
+            has_trace = was_raised and origin_of(error) not in origins
+            origins.add(origin_of(error))
             text = "%s failed and will be redelivered: %s"
             _log.error(text, self._describe(messages), error, exc_info=error if has_trace else None)
 
@@ -300,7 +300,7 @@ def _by_text(failures: Iterable[Failure]) -> Iterable[tuple[list[PulledMessage],
     return found.values()
 
 
-def place_of(error: BaseException) -> object:
+def origin_of(error: BaseException) -> object:
     """Return the class of the error and the line of code that raised it. They are equal for equal failures."""
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     return type(error), *frames[-1:]

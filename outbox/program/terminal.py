@@ -182,11 +182,11 @@ def _cards(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def _aligned(heads: Sequence[str], values: Sequence[Sequence[object]]) -> str:
     columns = []
-    for place, head in enumerate(heads):
-        texts = [head, *(cell(row[place]) for row in values)]
-        right = bool(values) and all(_is_number(row[place]) for row in values)
+    for column, head in enumerate(heads):
+        texts = [head, *(cell(row[column]) for row in values)]
+        right = bool(values) and all(_is_number(row[column]) for row in values)
         width = max(map(_width, texts))
-        if place == len(heads) - 1 and not right:
+        if column == len(heads) - 1 and not right:
             width = 0  # so that no line ends with spaces, also if its last cell is colored
         gaps = [" " * (width - _width(text)) for text in texts]
         cells = [gap + text if right else text + gap for text, gap in zip(texts, gaps, strict=True)]

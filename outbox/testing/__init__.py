@@ -29,7 +29,7 @@ from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.base.values import check_finished, listed, plain
-from outbox.inbox.receiver import place_of
+from outbox.inbox.receiver import origin_of
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, check_task_id
 from outbox.registration import COLUMNS
 from outbox.table.own_transactions import check_database
@@ -290,14 +290,14 @@ class _Failures(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last, self._places = "", set[object]()
+        self.last, self._origins = "", set[object]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         self.last = record.getMessage() if error is None else repr(error)
-        place = error and place_of(error)
-        record.exc_info = None if place in self._places else record.exc_info
-        self._places.add(place)
+        origin = error and origin_of(error)
+        record.exc_info = None if origin in self._origins else record.exc_info
+        self._origins.add(origin)
         return True
 
 

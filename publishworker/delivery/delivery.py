@@ -108,7 +108,7 @@ class Delivery:
     def run(self) -> Delivered:
         """Claim, publish and mark, in one transaction."""
         try:
-            self._transact(self.claim, self._decide)
+            self._change_rows(self.claim, self._decide)
             self._is_committed = True
             if self._timing.aborted:  # while there were no locks, other workers may have deferred key heads
                 self._release_first_tasks()
@@ -129,14 +129,14 @@ class Delivery:
 
     def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
         """Write the marks of a part of the claim. Return its published tasks that were taken out. Raises StoreError."""
-        self._transact(claim, lambda rows, _now: self._results.remaining_changes(claim.locks, rows))
+        self._change_rows(claim, lambda rows, _now: self._results.remaining_changes(claim.locks, rows))
         return self._results.taken_out(claim.ids)
 
     def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task whose mark is not written."""
         return "published" if isinstance(self._results.answers.get(id), Published) else "unpublished"
 
-    def _transact(self, claim: Claim, decide: Decide) -> datetime:
+    def _change_rows(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write what `decide` returns, and return the commit timestamp. Raises StoreError.
 
         If a deferred task becomes a key head by this commit, the commit also releases it.
@@ -150,7 +150,7 @@ class Delivery:
                 changes = {**changes, **rules.release_changes(claim, rows, changes, now, self._policy)}
             return changes
 
-        committed = self._timing.transact(self._tools.store, claim, decide_and_release)
+        committed = self._timing.timed(self._tools.store, claim, decide_and_release)
         if changes:
             self._tools.marking.committed()
         return committed
@@ -158,15 +158,15 @@ class Delivery:
     def _release_first_tasks(self) -> None:
         """Make the first task of each ordering key ready if another worker has deferred it.
 
-        This may happen after the batch has lost its locks by an abort or a failed commit. `_transact` itself releases
-        the deferred heads among the rows that it locks. If Spanner does not answer, the keys wait until the deferrals
-        end.
+        This may happen after the batch has lost its locks by an abort or a failed commit. `_change_rows` itself
+        releases the deferred heads among the rows that it locks. If Spanner does not answer, the keys wait until the
+        deferrals end.
         """
         if keys := self.claim.keys:
             with contextlib.suppress(StoreError):
                 heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
                 if (deferred := self.claim.of_deferred(heads)).tasks:
-                    self._transact(deferred, lambda _rows, _now: {})
+                    self._change_rows(deferred, lambda _rows, _now: {})
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
@@ -361,12 +361,12 @@ class Timing:
         self._phase_began = self._locked_at = clock()
         self._now: datetime  # the database's time at the last lock
 
-    def transact(self, store: SpannerStore, claim: Claim, decide: Decide) -> datetime:
+    def timed(self, store: SpannerStore, claim: Claim, decide: Decide) -> datetime:
         """Run a transaction of the store, and time it. Raises StoreError."""
         self.transactions += 1
         self._phase_began, has_decided = self._clock(), False
 
-        def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
+        def decide_timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             nonlocal has_decided
             self.aborted += has_decided  # an earlier attempt had decided, so it was aborted
             self._locked_at, self._now = self._end(CLAIM), now  # after an abort, this includes the commit that failed
@@ -375,7 +375,7 @@ class Timing:
             return changes
 
         try:
-            return store.claim(claim.locks, timed, may_delay=claim.may_delay)
+            return store.claim(claim.locks, decide_timed, may_delay=claim.may_delay)
         finally:
             self._end(COMMIT if has_decided else CLAIM)
 

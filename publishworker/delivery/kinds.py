@@ -52,7 +52,7 @@ class MarkFirst(Delivery):
             try:
                 self._send(part)
             except StoreError as error:
-                divides = isinstance(error, Refused) and self._tools.marking.refused < MAX_REFUSED
+                divides = isinstance(error, Refused) and self._tools.marking.refused_rows < MAX_REFUSED
                 singles = part.single_claims() if divides else ()
                 parts.extendleft(reversed(singles))
                 if not singles:
@@ -71,7 +71,7 @@ class MarkFirst(Delivery):
                 self._timing.transactions += 1  # a batch that waits is not stuck
                 raise self._held.get(claim) or next(iter(self._held.values()))
         else:
-            self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
+            self._change_rows(claim, lambda rows, now: self._undo_marks(claim, rows, now))
         return {}
 
     def state_of(self, id: str) -> MarkState:
@@ -90,7 +90,7 @@ class MarkFirst(Delivery):
             return self._row_changes(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:
-            committed = self._transact(part, decide)
+            committed = self._change_rows(part, decide)
         except StoreError as error:
             self._unconfirmed += [] if isinstance(error, NotWritten) else marked
             raise
@@ -101,7 +101,7 @@ class MarkFirst(Delivery):
         self._stopped |= {key.ordering_key for key in part.keys}
         if isinstance(error, Refused):
             self._held[part] = error
-            self._tools.marking.refused += len(part.tasks)
+            self._tools.marking.refused_rows += len(part.tasks)
         else:
             self._error = str(error)
         self._results.forget_unwritten(part.locks)

@@ -28,7 +28,7 @@ class SharedMarking:
         #: changes.
         self.commits = 0
         #: The number of rows that Spanner has refused to write since the last commit.
-        self.refused = 0
+        self.refused_rows = 0
         self._threads = host.threads
         self._shutting_down = host.threads.event()
         self._shutdown_until = float("inf")
@@ -36,7 +36,7 @@ class SharedMarking:
     def committed(self) -> None:
         """Count a commit with marks. It shows that Spanner accepts writes."""
         self.commits += 1
-        self.refused = 0
+        self.refused_rows = 0
 
     def wait(self, seconds: float) -> None:
         """Let a batch wait. At exit the wait ends at once, and later ones are short."""
@@ -93,7 +93,7 @@ class MarkRetry:
         self._error = StoreError()
         self._since, self._commits = marking.clock(), marking.commits
         #: Parts that cannot be written while others can.
-        self._failed = set(failed if marking.refused <= MAX_REFUSED else ())
+        self._failed = set(failed if marking.refused_rows <= MAX_REFUSED else ())
         self._set_parts([part for part in parts if part.locks])
         self._to_report: list[Unmarked | Cancelled] = [
             each for part, error in failed.items() for each in self._unmarked(part, error)
@@ -132,7 +132,7 @@ class MarkRetry:
             part = untried.popleft()
             if (error := self._mark(part)) is not None:
                 is_refused, something_commits = isinstance(error, Refused), self._marking.commits != self._commits
-                goes_on = something_commits or (is_refused and self._marking.refused < MAX_REFUSED)
+                goes_on = something_commits or (is_refused and self._marking.refused_rows < MAX_REFUSED)
                 singles = part.single_claims() if goes_on else ()
                 if is_refused:
                     untried.extendleft(reversed(singles))
@@ -160,7 +160,7 @@ class MarkRetry:
         """Remember a part that cannot be written, and report it once."""
         if part not in self._failed:
             self._failed.add(part)
-            self._marking.refused += isinstance(error, Refused)
+            self._marking.refused_rows += isinstance(error, Refused)
             self._to_report += self._unmarked(part, error)
 
     def _set_parts(self, parts: Sequence[Claim]) -> None:

@@ -176,9 +176,9 @@ class KnownTopics:
         """Note topics that a discovery has found: they have unsent tasks."""
         self.may_be_due = True
         for name in names:
-            topic = self._topics.setdefault(name, _Topic(self._clock(), KEEP_POLLING_SECONDS / 2))  # doubled below
-            topic.keep_polling_seconds = min(2 * topic.keep_polling_seconds, FORGET_TOPIC_SECONDS)
-            topic.seen_at, topic.polled = self._clock(), True
+            known = self._topics.get(name)
+            seconds = KEEP_POLLING_SECONDS if known is None else 2 * known.keep_polling_seconds
+            self._topics[name] = _Topic(self._clock(), min(seconds, FORGET_TOPIC_SECONDS))
 
     def forget_old(self, unavailable: Iterable[str]) -> None:
         """Stop polling topics that have been without candidates for long.
