@@ -23,7 +23,7 @@ SPDX = {
 INTRO = """\
 # Licences
 
-<!-- Written by `make docs` from the metadata of the packages. A test refuses a licence that nobody has allowed. -->
+<!-- Written by `make docs` from the metadata of the packages. `docs/licences.py` has the licences that may be used. -->
 
 The package has the [Apache License 2.0](../../LICENSE). These are the licences of the packages that it installs, with
 the versions of `constraints.txt`, as each package declares them. An extra also installs the packages of "always". Spark

@@ -14,7 +14,7 @@ FLAGS = ("-G", '"--[a-z]', "--", "outbox", "publishworker", "outbox_admin", "out
 
 
 def missing_line(changed: Collection[str], flags: Collection[str] = ()) -> str:
-    """Return the complaint about a change of these files, of which `flags` change a flag, or nothing."""
+    """Return the complaint about a change of these files, or an empty text. `flags` are those that change a flag."""
     names = sorted({*(name for name in changed if name.startswith(SURFACE)), *flags})
     if not names or "CHANGELOG.md" in changed:
         return ""

@@ -18,7 +18,7 @@ LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 NO_SEQUENCE = -(2**63)
 NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 
-#: A key that nothing holds is read again within this many seconds, whoever has taken its first tasks out.
+#: A key that nothing holds is read again within this many seconds, also after its first tasks were taken out by SQL.
 KEY_CHECK_SECONDS = 60.0
 #: A mark that is older than this is final. A newer one may be undone: an at-most-once task is marked first.
 MARKS_FINAL_AFTER = timedelta(minutes=1)

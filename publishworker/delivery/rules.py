@@ -89,8 +89,8 @@ class RetryPolicy:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
         The deferral of the first task is short, so that a poll soon finds the key even if the head was changed by
-        SQL. Whoever takes a task out of the key releases the next one, or lets its deferral end as soon, so one of them
-        is always short.
+        SQL. A cancel of the first task releases the next one, or makes its deferral as short, so one of them is always
+        short.
 
         The other deferrals end within `longest` seconds. Otherwise the tasks behind a dead head would look dead, too.
         All end when the head expires, because an expired head blocks no task.

@@ -169,7 +169,7 @@ class KnownTopics:
         return frozenset(self._topics)
 
     def note_candidates(self, topics: Iterable[str]) -> None:
-        """Note topics of which a poll returned candidates."""
+        """Note the topics of the candidates of a poll."""
         self._topics |= {name: _Topic(self._clock()) for name in topics}
 
     def note_discovered(self, names: Iterable[str]) -> None:

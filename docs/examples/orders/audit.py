@@ -22,7 +22,7 @@ def audit(database: Database, shop: Shop, deliveries: Sequence[Delivery], faults
     task_rows = _rows(database, "SELECT Id, CreatedAt, SentAt IS NOT NULL FROM AsynchronousTasks")
     tasks = {id: (created_at, sent) for id, created_at, sent in task_rows}
     failed = [order for order, _ in shop.failed]
-    # An order whose outcome nobody told us may stand in the table or not: the table is the truth.
+    # An order whose commit was not answered may be in the table or not.
     standing = [order for order in [*shop.placed, *shop.refused, *failed] if order.id in orders]
     # Order and tasks share a transaction, and with it the commit timestamp.
     committed = {task.id: orders[order.id] for order in standing for task in tasks_of(order)}

@@ -20,7 +20,7 @@ def run(
     demonstrate: Callable[[argparse.Namespace], int],
 ) -> int:
     """Run a demo and return its exit code; an expected fault is one sentence on stderr."""
-    # What the clients log while a service goes away is told by one sentence of our own.
+    # The demo prints one sentence instead of what the clients log while a service stops.
     for name in ("google", "py4j"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # SIGTERM, and SIGHUP from a closed terminal, are Ctrl-C: everything is stopped on the way out.

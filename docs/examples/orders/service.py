@@ -42,7 +42,7 @@ class OverCreditLimit(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """What a customer sends; the id was drawn by the shop's front end, once for each order."""
+    """What a customer sends; the id was drawn by the shop's website, once for each order."""
 
     id: str
     customer_id: str
