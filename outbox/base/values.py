@@ -65,11 +65,6 @@ def json_object(text: str | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def json_texts(text: str | None) -> dict[str, str]:
-    """Return the texts of a JSON object by name, or none if the text holds no such object."""
-    return {name: each for name, each in json_object(text).items() if isinstance(each, str)}
-
-
 class _Pairs(tuple[tuple[str, Any], ...]):
     """The names and values of a JSON object, as written."""
 
