@@ -97,9 +97,10 @@ class Audit:
     problems: list[str] = field(default_factory=list)
     tasks: dict[str, Known] = field(default_factory=dict)
     duplicates: int = 0
-    #: Cancelled tasks that were received nevertheless, and those that workers have named.
+    #: Cancelled tasks that were received nevertheless, and those that workers have named or given up.
     cancelled_received: set[str] = field(default_factory=set)
     named: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)
     #: When each task was marked as sent.
     sent: dict[str, set[datetime]] = field(default_factory=lambda: defaultdict(set))
     rates: Rates = field(default_factory=Rates)
@@ -351,7 +352,7 @@ class Audit:
             ):
                 self.problem(f"{id} was received before an earlier task of its key that was restored with it")
 
-    def end(self, unsent: Sequence[Any], bound: int, *, faults: bool) -> None:
+    def end(self, rows: Mapping[str, Any], bound: int, *, faults: bool) -> None:
         """Judge the whole history, after faults have ended and all should be sent.
 
         After a fault of the worker that marked it, an at-most-once task may be lost.
@@ -363,20 +364,24 @@ class Audit:
                 self.problem(f"{id} was lost: committed at {task.at:.3f} and never received")
             elif task.last_at < task.reset_at:
                 self.problem(f"{id} was lost: reset at {task.reset_at:.3f} and not received since")
-        for row in unsent:
+        for row in (row for row in rows.values() if row.sent_at is None):
             self.problem(f"{row.id} is not sent at the end: {row.available_at}, {row.last_error}")
-        self._end_of_cancelled()
+        self._end_of_cancelled(rows)
         self._effects()
         allowed = bound * sum(self.disturbances.values())
         if self.duplicates > allowed:
             self.problem(f"{self.duplicates} duplicates; {dict(self.disturbances)} explain at most {allowed}")
 
-    def _end_of_cancelled(self) -> None:
-        """Judge the cancelled tasks that were received: the worker that has published one knows it, and names it."""
-        for id in sorted(self.cancelled_received - self.named):
-            reset_at, found = self.tasks[id].reset_at, self._acknowledged.items()
-            if knew := [who.name for (who, of), (at, _) in found if of == id and who.alive and at > reset_at]:
-                self.problem(f"{id} was cancelled and received. {knew[0]} published it, and does not name it")
+    def _end_of_cancelled(self, rows: Mapping[str, Any]) -> None:
+        """Judge the cancelled tasks that were received: the worker that has published one names it, and marks it."""
+        for id in sorted(self.cancelled_received):
+            task, found = self.tasks[id], self._acknowledged.items()
+            since = max(task.reset_at, task.at)
+            if knew := [who.name for (who, of), (at, _) in found if of == id and who.alive and at > since]:
+                if id not in self.named:
+                    self.problem(f"{id} was cancelled and received. {knew[0]} published it, and does not name it")
+                elif task.cancelled and id in rows and id not in self.given_up:
+                    self.problem(f"{id} was cancelled and received. {knew[0]} published it, and does not mark it")
 
     def _effects(self) -> None:
         """Judge what subscribers have processed."""

@@ -173,7 +173,8 @@ class Operators:
     def _register(self, attempt: Work, random: Random, replaced: str) -> str:
         """Register a task instead of a cancelled one, as the recipe of the guide does."""
         former = self.table.rows[replaced]
-        id = self.replacement(replaced)
+        self._replacements += 1
+        id = f"{replaced}+{self._replacements}"
         data = f"instead of {replaced}".encode()
         now = self.clockwork.now
         attempt.known[id] = Known(former.topic, former.ordering_key or "", now, now, data=data)
@@ -197,11 +198,6 @@ class Operators:
         transact(self.spanner, self.audit, work)
         if answers[-1] and existed and id not in self.purged:
             self.audit.problem(f"{id} was registered again, although its row existed")
-
-    def replacement(self, replaced: str) -> str:
-        """Return the ID of a replacement. The inboxes of subscribers may know the former one."""
-        self._replacements += 1
-        return f"{replaced}+{self._replacements}"
 
     def bulk(self, random: Random) -> None:
         """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk."""

@@ -30,7 +30,6 @@ from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import KEEP_POLLING_SECONDS, Poller
 from publishworker.turn.worker import Worker
 from publishworker.types import Deferred, LockedRow, NotSent, Published, Skipped, Version
-from tests.simulation.operators import Operators
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -244,7 +243,6 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task that is retried keeps its age": (
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at
     ),
-    "a replacement has a new ID": (Operators, "replacement", lambda _: lambda _self, replaced: replaced),
     "a cancelled task that was published is named": (Reporter, "_log_cancelled", always(None)),
     "failed tasks share no request": (
         publisher, "lanes", lambda real: lambda topic, messages, _alone: real(topic, messages, ())

@@ -40,6 +40,7 @@ FIRST_SEEDS = {
     "a key in flight waits": 47,
     "tasks in doubt are remembered for 15 minutes": 49,
     "deferred tasks are released": 39,
+    "a reset row is told from a lost mark": 128,
 }
 #: Defects of mechanisms that have too little to do in drawn plans, with tests of their own.
 APART = (

@@ -357,7 +357,7 @@ class World:
                 self.run(6.0)
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
             bound = self.plan.batch_size * self.plan.concurrency
-            self.audit.end(self.spanner.table.unsent_rows(), bound, faults=bool(self.plan.faults))
+            self.audit.end(self.spanner.table.rows, bound, faults=bool(self.plan.faults))
             if follower := self.follower:
                 last = self.clockwork.now
                 self.run(limit, lambda: follower.caught_up >= last)
@@ -376,7 +376,9 @@ class Named(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         outcome = getattr(record, "fields", {}).get("outcome")
         if outcome == "given_up" or getattr(record, "action", "") == "cancelled_after_publish":
-            self._audit.named.update(re.findall(r"[\w+-]+", record.getMessage()))
+            ids = re.findall(r"[\w+-]+", record.getMessage())
+            self._audit.named.update(ids)
+            self._audit.given_up.update(ids if outcome == "given_up" else ())
 
 
 @contextmanager
