@@ -20,7 +20,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import REJECTS, RegisterSettings, format_of_input
-from outbox_pipeline.jobs.register_select import NULLS, selected
+from outbox_pipeline.jobs.register_select import NULLS, quoted, selected
 from outbox_pipeline.rows.register_rows import (
     ANSWER,
     COLUMNS,
@@ -29,6 +29,7 @@ from outbox_pipeline.rows.register_rows import (
     HIDDEN,
     KNOWN,
     LINE,
+    OF_DATA,
     WHY,
     check,
     complete,
@@ -160,7 +161,7 @@ def read(
         files = TextFiles(None, given.columns, KNOWN.union(key) - {*given.columns})
     if select:
         rows = selected(_staged(files, lines, [*names]), select)
-        if format == "json" and not {"data", "data_base64"} & {*rows.columns}:
+        if format == "json" and not OF_DATA & {*rows.columns}:
             rows = rows.withColumn("data", f.when(f.col(WHY).isNull(), f.col(LINE)))
         return prepared(rows, topic=topic, key=key)
     check(schemas.optional(**dict.fromkeys(names, _TEXT)), topic, key)
@@ -175,7 +176,7 @@ def read(
 def _lines(given: Input) -> DataFrame:
     """Return the lines of text files as bytes, their files, where their parts of the files begin, and their folders."""
     columns = ["CAST(value AS BINARY)", "_metadata.file_path", "_metadata.file_block_start"]
-    lines = given.reader().text(given.path, lineSep="\n").selectExpr(*columns, *(f"`{name}`" for name in given.columns))
+    lines = given.reader().text(given.path, lineSep="\n").selectExpr(*columns, *map(quoted, given.columns))
     return lines.toDF("value", "file", "begin", *map(str, range(len(given.columns))))
 
 

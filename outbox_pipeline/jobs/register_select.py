@@ -45,11 +45,16 @@ def selected(rows: DataFrame, select: str) -> DataFrame:
     is_text = LINE in rows.columns
     hidden = {
         FILE: f.col(FILE) if FILE in rows.columns else f.lit(None).cast("string"),
-        LINE: f.col(LINE) if is_text else f.when(why.isNotNull(), f.to_json(f.struct(*given.columns))),
+        LINE: f.col(LINE) if is_text else f.when(why.isNotNull(), f.to_json(f.struct(*map(quoted, given.columns)))),
         WHY: why,
     }
     columns = [value["value"].alias(name) for name, value in zip(names, found, strict=True)]
     return rows.select("*", *tried).select(*columns, *(value.alias(name) for name, value in hidden.items()))
+
+
+def quoted(name: str) -> str:
+    """Return the name of a column as SQL."""
+    return f"`{name.replace('`', '``')}`"
 
 
 def _expressions(given: DataFrame, select: str) -> Any:

@@ -57,6 +57,10 @@ _OF_SOURCE = {
 }  # fmt: skip
 #: The serialized message, which has the data and the attributes.
 _MESSAGE = "Data"
+#: Columns of the source that are bytes. Programs write them to text files as base64, or in their own way.
+_BYTES = {"Payload": "binary", _MESSAGE: "a serialized PubsubMessage"}
+#: The columns of which a row has one.
+OF_DATA = frozenset({"data", "data_base64", *_BYTES})
 _SET = {*schemas.TASK.names} - {*_OF_SOURCE, _MESSAGE}
 #: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
 OF_REJECTS = ("reason", "file", "line")
@@ -138,7 +142,7 @@ _FORMATS = {
     "attributes": _Format(members_of, (t.MapType,), "a JSON object of strings"),
     **dict.fromkeys(("priority", "sequence"), _Format(_whole_number, (*_INTEGERS, *_FLOATS), "a whole number")),
     **dict.fromkeys(
-        ("available_at", "expires_at"),
+        ("available_at", "expires_at", "CreatedAt"),
         _Format(
             _time, (t.TimestampType,), "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z"
         ),
@@ -159,17 +163,12 @@ def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
         )
     if twice := [name for name in names if names.count(name) > 1]:
         raise SettingError(f"Column {twice[0]!r} is there twice. The rows have {there}")
-    if _MESSAGE in names and not isinstance(schema[_MESSAGE].dataType, t.BinaryType):
-        raise SettingError(
-            f"Column {_MESSAGE} is {schema[_MESSAGE].dataType.simpleString()}, but must be a serialized PubsubMessage, "
-            "as the source has it. The data of a message is the column data or Payload"
-        )
-    if not {"data", "data_base64", _MESSAGE} & {*names}:
+    if not OF_DATA & {*given}:
         raise SettingError(f"Column data or data_base64 is missing. The rows have {there}")
     if not topic and "topic" not in names:
         raise SettingError(f"Column topic is missing. Add it or pass a topic. The rows have {there}")
-    for name in filter(names.__contains__, COLUMNS):
-        _check_type(name, schema[name].dataType)
+    for name, type_ in zip(given, (schema[name].dataType for name in names), strict=True):
+        _check_type(name, type_)
     for name in key:
         if name not in given:
             raise SettingError(f"Key column {name!r} is missing. The rows have {there}")
@@ -179,7 +178,18 @@ def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
             )
 
 
-def _check_type(name: str, type_: t.DataType) -> None:
+def _not_bytes(name: str, type_: str) -> str:
+    return (
+        f"Column {name} is {type_}, but must be {_BYTES[name]}, as the source has it. Name a text data, and base64 "
+        "data_base64"
+    )
+
+
+def _check_type(given: str, type_: t.DataType) -> None:
+    if given in _BYTES and not isinstance(type_, t.BinaryType):
+        raise SettingError(_not_bytes(given, type_.simpleString()))
+    if (name := _OF_SOURCE.get(given, given)) not in _FORMATS:
+        return
     # A map's other values have no text that is independent of the session.
     inside = (type_.keyType, type_.valueType) if isinstance(type_, t.MapType) else ()
     allowed: tuple[type[t.DataType], ...] = (t.StringType, *_FORMATS[name].types)
@@ -226,12 +236,26 @@ def _completed(
     try:
         if why is not None:
             raise ValueError(why)  # noqa: TRY301 - one way to reject
+        given = _with_data(given)
         return {**_parsed(given, topic, key), "file": file}
     except ValueError as error:
         if line is None:
             is_replaced = any(isinstance(value, _Unusable) and value.why != _YEARS for value in given.values())
             line = f"{REPLACED if is_replaced else ''}{json_line(given)}"
         return {**_NOTHING, "reason": str(error), "line": line, "file": file}
+
+
+def _with_data(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with the data and the attributes of its serialized message, if it has one."""
+    for name in _BYTES:
+        if isinstance(given.get(name), str):
+            raise ValueError(_not_bytes(name, "a text"))  # noqa: TRY004 - a value, not a type of the caller
+    if _MESSAGE not in given:
+        return given
+    if (message := parsed(given[_MESSAGE])) is None:
+        raise ValueError(f"{_MESSAGE} is no serialized PubsubMessage")
+    others = {name: value for name, value in given.items() if name not in {"Attributes", *_BYTES}}
+    return {**others, "data": message.data, "attributes": [*message.attributes.items()]}
 
 
 def _values_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,17 +269,13 @@ def _values_of(given: Mapping[str, Any]) -> dict[str, Any]:
             if values[name] is not None:
                 raise ValueError(f"both {name} and {other}")
             values[name] = values[other] if other in values else _value(name, given[other])
-    if _MESSAGE in given:
-        if (message := parsed(given[_MESSAGE])) is None:
-            raise ValueError(f"{_MESSAGE} is no serialized PubsubMessage")
-        values |= {"data": message.data, "attributes": dict(message.attributes)}
     del values["data_base64"]
     return values
 
 
 def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
     """Return a row of `schemas.INPUT`. The ValueError has the reason to reject it."""
-    row = {**_NOTHING, **_values_of(given), "created_at": given.get("CreatedAt")}
+    row = {**_NOTHING, **_values_of(given), "created_at": _value("CreatedAt", given.get("CreatedAt"))}
     row["topic"] = (topic or None) if row["topic"] is None else row["topic"]
     # An empty key is no key, as in outbox.register, so rows without a key need not be in one partition.
     row["ordering_key"] = row["ordering_key"] or None
@@ -315,7 +335,7 @@ def _decoded(scalar: pa.Scalar) -> Any:
 def json_line(row: Mapping[str, Any]) -> str:
     """Return a row as a JSON line that users can correct and register."""
     values = {
-        "data_base64" if isinstance(value, bytes) else name: (
+        "data_base64" if isinstance(value, bytes) and name != _MESSAGE else name: (
             {text(key): each for key, each in value} if isinstance(value, list) else value
         )
         for name, value in row.items()

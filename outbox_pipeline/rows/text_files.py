@@ -22,6 +22,8 @@ _NULL = re.compile(r"NULL|null|\\N|\(null\)|<NA>|NaN|nan|None|NA|N/A|#N/A|#NA|ni
 _NULL_DATA = ("NULL", r"\N")
 #: A value of a line whose quotes are known to be right, and whether it is in quotes.
 _VALUE = re.compile(r'("(?:[^"]++|"")*+")?[^,]*+(,|\Z)')
+#: The characters that are none of \\S, by which the driver finds the header.
+_BLANK = " \t\n\x0b\f\r"
 #: Max characters of a value. Without it, quotes that are not closed could fill the memory. A message has 10 MB.
 _MOST = 16_000_000
 #: Precedes a line in which invalid UTF-8 was replaced, so that the line cannot be registered by accident.
@@ -105,7 +107,9 @@ def _csv(head: Sequence[str], lines: Iterable[bytes], *, is_first: bool) -> Iter
             why = f"the line has bad quotes: {error}"
         text = "\n".join(taken).removesuffix("\r")
         taken.clear()
-        is_header, is_first = is_first and bool(why or fields), is_first and not (why or fields)
+        if is_first and not text.strip(_BLANK):  # a line before the header
+            continue
+        is_header, is_first = is_first, False
         if is_header or not (why or fields):  # an empty line
             continue
         if why is None and len(fields) != len(head):

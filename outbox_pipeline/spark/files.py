@@ -21,8 +21,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox_pipeline.job_settings import COMPRESSED, UNREADABLE, format_of
 from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 
-#: The first character of a pattern.
-PATTERN = re.compile(r"[*?\[{]")
+#: The first character of a pattern, or a backslash, which escapes one.
+PATTERN = re.compile(r"[*?\[{\\]")
 #: What only the folder of a table contains, as a pattern and in the paths of files below.
 _OF_TABLE = (
     "{_delta_log,.hoodie,_spark_metadata,metadata/*.metadata.json*,metadata/version-hint.text,snapshot/snapshot-[0-9]*}"

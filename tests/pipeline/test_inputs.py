@@ -130,12 +130,12 @@ def test_names_of_folders_are_columns_however_the_folders_are_passed(spark: Spar
 
 
 def test_folders_in_the_path_itself_are_columns_if_the_job_knows_them(spark: SparkSession, tmp_path: Path):
-    write(tmp_path / "dt=1", {"a.jsonl": LINE})
-    assert len(tasks(spark, tmp_path / "dt=1", "json")) == 1
-    [keyed] = tasks(spark, tmp_path / "dt=1", "json", "dt")
+    write(tmp_path / "d.`t=1", {"a.jsonl": LINE})
+    assert len(tasks(spark, tmp_path / "d.`t=1", "json")) == 1
+    [keyed] = tasks(spark, tmp_path / "d.`t=1", "json", "d.`t")
     assert keyed.task_id == task_id("orders", "1")
     write(tmp_path / "Ordering_Key=A", {"a.jsonl": LINE})
-    for path, column in (("dt=*", "dt"), ("Ordering_Key=A", "Ordering_Key")):
+    for path, column in (("d.`t=*", "d.`t"), ("Ordering_Key=A", "Ordering_Key")):
         with pytest.raises(SettingError, match=f"Unknown column '{column}'"):
             tasks(spark, f"{tmp_path}/{path}", "json")
 

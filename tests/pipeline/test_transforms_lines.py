@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import random
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ BROKEN = (
     '{"data":"a"},', '[{"data":"a"}]', "[", "]", "]]", "}", "5", "null", '"text"', "text", "{data}", "{'data':'a'}",
     '{"data":NaN}', '{"data":01}', '{5:"a"}', '{"data":"a\tb"}', '{"data":' + "[" * 100_000, '{"data":"a",}',
 )  # fmt: skip
+CREATED = datetime(2026, 11, 21, 13)  # noqa: DTZ001 - in the time zone of the session, which is UTC
 WINDOWS = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
 CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
 
@@ -35,7 +37,7 @@ def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
     full = {"data": "é\x00😀", "topic": "orders", "priority": 5, "at_most_once": True, "attributes": {"a": "b", "c": 1}}
     lines = [
         {**full, "n": 1},
-        {"data": {"x": [1, None]}, "ordering_key": "k", "sequence": "7", "n": "key"},
+        {"data": {"x": [1, None]}, "ordering_key": "k", "sequence": "7", "n": "key", "CreatedAt": "2026-11-21 13:00Z"},
         {"data_base64": "/w==", "reason": "refused before", "line": "x", "file": "y", "topic": None, "n": ""},
     ]
     kept = '{"n": 12345678901234567890.1234567890, "n":1.10 ,"t":"\\u00e9\\/","e":1E400,"b":9007199254740993}'
@@ -49,7 +51,7 @@ def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
     found = [{name: bytes(value) if name == "data" else value for name, value in row.items()} for row in found]
     assert found == [
         {**full, "data": "é\x00😀".encode(), "attributes": {"a": "b", "c": "1"}},
-        {"topic": "usual", "data": b'{"x": [1, null]}', "ordering_key": "k", "sequence": 7},
+        {"topic": "usual", "data": b'{"x": [1, null]}', "ordering_key": "k", "sequence": 7, "created_at": CREATED},
         {"topic": "usual", "data": b"\xff"},
         {"topic": "usual", "data": kept.encode()},
     ]  # fmt: skip
@@ -68,11 +70,15 @@ def test_invalid_json_lines_are_kept(spark: SparkSession, tmp_path: Path):
     for (data, reason, kept), line in zip(found, BROKEN, strict=False):
         assert (data, kept) == (None, line)
         assert reason.startswith((NO_OBJECT, "the line is not a JSON object that can be parsed: it is nested")), line
-    path.write_text('{"data":"a","dat":"b","other":"c","topic":"orders"}')
-    [other] = read(spark, str(path), "json").collect()
-    assert other.reason == "the line has unknown columns: dat, other"
-    with pytest.raises(SettingError, match="Unknown column 'dat'"):
-        read(spark, str(path), "json", select="*")
+    said = "but must be binary, as the source has it. Name a text data, and base64 data_base64"
+    for line, reason, error in (
+        ('{"data":"a","dat":"b","topic":"t","c":""}', "the line has unknown columns: dat, c", "Unknown column 'dat'"),
+        ('{"Payload":"YQ==","Topic":"t"}', f"Column Payload is a text, {said}", f"Column Payload is string, {said}"),
+    ):
+        path.write_text(line)
+        assert [each.reason for each in read(spark, str(path), "json").collect()] == [reason]
+        with pytest.raises(SettingError, match=error):
+            read(spark, str(path), "json", select="*")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
     """Files may have other line ends and another order of columns. A text for NULL is allowed in unused columns."""
     for ends in itertools.product(("\n", "\r\n"), repeat=2):
         (tmp_path / "a.csv").write_bytes(f"data,topic{ends[0]}{''.join(f'{line}{ends[0]}' for line in CSV)}".encode())
-        (tmp_path / "b.csv").write_bytes(f"reason,topic,data{ends[1]}NULL,orders,fine".encode())
+        (tmp_path / "b.csv").write_bytes(f" \t{ends[1]}reason,topic,data{ends[1]}NULL,orders,fine".encode())
         found = read_rows(spark, tmp_path, "csv")
         assert [bytes(each.data) for each in found if each.file.endswith("b.csv")] == [b"fine"]
         of_lines = [each for each in found if each.file.endswith("a.csv")]
@@ -193,7 +199,7 @@ def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Pa
     rows.write.parquet(str(tmp_path / "rows.parquet"))
     line = b'{"data":"d","topic":"orders"}\n'
     (tmp_path / "rows.ndjson.gz").write_bytes(gzip.compress(line))
-    for name in ("rows.JSONL", "rows", "rows[1].jsonl"):
+    for name in ("rows.JSONL", "rows", "rows[1].jsonl", "rows\\1.jsonl"):
         (tmp_path / name).write_bytes(line)
     (tmp_path / "rows1.jsonl").write_bytes(b'{"data":"another file","topic":"orders"}\n')
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b"data,topic\nd,orders\n"))
@@ -205,6 +211,7 @@ def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Pa
         "rows.JSONL",
         "*.csv.gz",
         "rows[1].jsonl",
+        "rows\\1.jsonl",
     ):
         [found] = read_rows(spark, f"{tmp_path}/{path}")
         assert (found.data, found.topic) == (b"d", "orders"), path
@@ -217,18 +224,19 @@ def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Pa
 
 def test_no_column_of_a_parquet_file_is_lost(spark: SparkSession, tmp_path: Path):
     """Spark would read the columns of one file, so the tasks of another would lose their ordering key."""
-    files = {"month=01/a": {"data": ["a"]}, "month=01/b": {"data": ["b"], "ordering_key": ["k"]}}
-    (tmp_path / "month=01").mkdir()
+    folder = "m.`=01"
+    files = {f"{folder}/a": {"data": ["a"]}, f"{folder}/b": {"data": ["b"], "ordering_key": ["k"]}}
+    (tmp_path / folder).mkdir()
     for name, columns in files.items():
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-    found = read_rows(spark, tmp_path, "parquet", topic="orders", key=["month", "data"])
+    found = read_rows(spark, tmp_path, "parquet", topic="orders", key=["m.`", "data"])
     ids = [task_id("orders", "01", data) for data in ("a", "b")]
     assert {(each.task_id, each.ordering_key) for each in found} == {(ids[0], None), (ids[1], "k")}
     for keys, said in (
         ([7], r"bigint in .*/c\.parquet\. Write all"),
         (pa.nulls(1), r"int in .*/c\.parquet\..* If it has no"),
     ):
-        pq.write_table(pa.table({"data": ["c"], "ordering_key": keys}), tmp_path / "month=01/c.parquet")
+        pq.write_table(pa.table({"data": ["c"], "ordering_key": keys}), tmp_path / folder / "c.parquet")
         with pytest.raises(OutboxError, match=rf"Column ordering_key is string in .*/b\.parquet, but {said}"):
             read(spark, str(tmp_path), "parquet")
 

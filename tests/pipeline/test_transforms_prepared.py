@@ -60,6 +60,17 @@ def test_other_invalid_rows_are_rejected(spark: SparkSession):
     ]
 
 
+def test_a_rejected_row_has_the_data_of_its_serialized_message(spark: SparkSession):
+    """The bytes of the message would be another data."""
+    given = spark.createDataFrame(
+        [("x", bytearray(b"\n\1a")), ("50", bytearray(b"\xff"))], "Priority string, Data binary"
+    )
+    assert [(each.reason, each.line) for each in prepared(given, topic="orders").collect()] == [
+        ("priority x is not a whole number", '{"Priority":"x","data_base64":"YQ==","attributes":{}}'),
+        ("Data is no serialized PubsubMessage", '{"Priority":"50","Data":"/w=="}'),
+    ]
+
+
 def test_without_a_key_the_id_does_not_depend_on_the_input_format(spark: SparkSession):
     typed = FULL | {"task_id": None, "data": b"x" * 200}
     turned = typed | {"attributes": dict(reversed(typed["attributes"].items()))}
