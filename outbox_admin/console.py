@@ -13,7 +13,7 @@ from outbox_admin.changes.running import Running
 from outbox_admin.tasks import task_pages
 from outbox_admin.topics import topic_page
 from outbox_admin.web.application import Access
-from outbox_admin.web.console_settings import DOCS_URL, HOSTS, PATH, TEMPLATE, TEXT
+from outbox_admin.web.console_settings import DOCS_URL, HOSTS, PATH, TEXT
 from outbox_admin.web.roles import ACTIONS, EVERYTHING, VIEWERS, Header, Iap, Identify, Role, Roles, RolesFile
 from outbox_admin.web.visits import Console, Redact, Route, Shared, Visit, Work, read_status, render
 
@@ -21,7 +21,6 @@ __all__ = ["Header", "Iap", "app"]
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-TRACE_URL = "https://console.cloud.google.com/traces/explorer;traceId={trace}?project={project}"
 #: The pages that show nothing but the shared figures.
 FIGURES = {
     "/": "status/overview",
@@ -42,8 +41,6 @@ def app(
     path_prefix: str = "",
     production: str = "",
     docs_url: str = "",
-    dashboard_url: str = "",
-    trace_url: str = "",
     redact: Redact | None = None,
 ) -> "Access":
     """Return the console of a database as an ASGI application, to serve or to mount.
@@ -52,9 +49,8 @@ def app(
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
     needed besides. The header is red if the full name of the database contains `production`. Links to the documentation
-    begin with `docs_url`, and without it there are none. `dashboard_url` and `trace_url` are your own pages, in which
-    {topic}, {time} and {trace} are replaced. `redact` changes what people see of a message. It
-    gets the whole message, of which the console otherwise reads only the parts that it shows.
+    begin with `docs_url`, and without it there are none. `redact` changes what people see of a message. It gets the
+    whole message, of which the console otherwise reads only the parts that it shows.
 
     Raises SettingError if the command would refuse the same value, NotReached, SchemaDiffers.
     """
@@ -62,8 +58,6 @@ def app(
     hosts = HOSTS.value(allowed_hosts if isinstance(allowed_hosts, str) else ",".join(allowed_hosts), "allowed_hosts")
     path_prefix, production = PATH.value(path_prefix, "path_prefix"), TEXT.value(production, "production")
     docs_url = DOCS_URL.value(docs_url, "docs_url")
-    dashboard_url = TEMPLATE.value(dashboard_url, "dashboard_url")
-    trace_url = TEMPLATE.value(trace_url, "trace_url")
     pages = routes()
     if path_prefix and (same := [each.path for each in pages if f"{each.path}/".startswith(f"{path_prefix}/")]):
         raise SettingError(
@@ -80,8 +74,6 @@ def app(
         is_production=production != "" and production in table.name,
         redact=redact,
         docs_url=docs_url,
-        dashboard_url=dashboard_url,
-        trace_url=trace_url or TRACE_URL,
     )
     return Access(
         console=console,

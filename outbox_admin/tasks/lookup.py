@@ -73,7 +73,6 @@ class _Place:
 class Page:
     """Tasks of a list as they were at `as_of`, and the cursor of the next page, or None if this is the last one.
 
-    `previous` is the cursor of a list in the other order, which begins with the tasks before this page.
     Unless `whole`, a shard and topic has more tasks of a state than one read compares. Then the list has those that
     workers take first.
     """
@@ -82,7 +81,6 @@ class Page:
     as_of: datetime
     next: str | None
     whole: bool
-    previous: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,26 +126,19 @@ def find(
     newest: bool = False,
     after: str | None = None,
     limit: int = 100,
-    attempts: bool = False,
 ) -> Page:
     """Return the oldest, or newest, tasks of some states: by SentAt, or by CreatedAt of unsent tasks.
 
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
-    keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`. With
-    `attempts`, the unsent tasks with most failed attempts are the only page.
+    keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`.
 
     Raises NotReached, and SettingError if the cursor is not from a page in this order.
     """
-    if attempts and (after or not {*states} <= {*UNSENT}):
-        raise SettingError("only unsent tasks can be sorted by their attempts, on one page. Leave out --attempts")
     position, at = _position(after, newest=newest), table.now()
-    reader = _Reader(table, selection, position, newest, limit + 1, at, attempts)
+    reader = _Reader(table, selection, position, newest, limit + 1, at)
     unsent = [state for state in UNSENT if state in states]
     tasks, whole = reader.unsent(unsent) if unsent else ([], True)
     tasks += [task for state in task_sql.ENDED if state in states for task in reader.ended(state)]
-    if attempts:
-        tasks = sorted(tasks, key=lambda task: (-task.columns["Attempts"], _place(task)))
-        return Page(tasks[:limit], at, None, whole)
     tasks = sorted(tasks, key=_place, reverse=newest)
     page = tasks[:limit]
     return Page(
@@ -155,7 +146,6 @@ def find(
         as_of=at,
         next=_cursor(_place(page[-1]), newest=newest) if len(tasks) > limit else None,
         whole=whole,
-        previous=_cursor(_place(page[0]), newest=not newest) if after and page else None,
     )
 
 
@@ -212,7 +202,6 @@ class _Reader:
     newest: bool
     limit: int
     at: datetime
-    attempts: bool = False
 
     def unsent(self, states: Sequence[str]) -> tuple[list[Task], bool]:
         """Return tasks, and whether all tasks of the states were compared."""
@@ -229,8 +218,7 @@ class _Reader:
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
         """Return unsent tasks, of which at most `ceiling` of a shard, topic and state are compared."""
         names = self.selection.names
-        order = {"newest": self.newest, "attempts": self.attempts}
-        statement = task_sql.listed_unsent(states, task_sql.listed_columns(_COLUMNS), names, **order)
+        statement = task_sql.listed_unsent(states, task_sql.listed_columns(_COLUMNS), names, newest=self.newest)
         return self._tasks(statement, {"topics": topics, "ceiling": ceiling})
 
     def ended(self, state: str) -> list[Task]:

@@ -77,7 +77,6 @@ def add(commands: Any) -> None:
     text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone"
     flags.switch(order, "--newest", text, default=None)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
-    flags.switch(order, "--attempts", "Print the unsent tasks with most failed attempts, without a next page")
     flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
     flags.add(listing, "--limit", flags.LIMIT, "Max tasks: {} (default 100)", metavar="N", default=100)
     flags.switch(listing, "--json", "Print one JSON object per line instead of a table")
@@ -97,8 +96,9 @@ def run_list(options: argparse.Namespace) -> None:
     task_table, states = flags.open_table(options), options.states or UNSENT
     selection = flags.selection(options, task_table.now())
     newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
-    more = {"after": options.after, "limit": options.limit, "attempts": options.attempts}
-    page = admin.tasks.lookup.find(task_table, states, selection, newest=newest, **more)
+    page = admin.tasks.lookup.find(
+        task_table, states, selection, newest=newest, after=options.after, limit=options.limit
+    )
     if options.json:
         for task in page.tasks:
             say(as_json(_fields(task)))

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -18,7 +17,7 @@ from outbox_admin import operations
 from outbox_admin.flags import MIN_PREFIX
 from outbox_admin.operations import Operation
 from outbox_admin.tasks import lookup
-from outbox_admin.tasks.lookup import SHOWN_BYTES, Page, Task, readable
+from outbox_admin.tasks.lookup import SHOWN_BYTES, Task, readable
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import FILTERS, command_of, is_hopeless, selection_of
 from outbox_admin.web.roles import Refused, Role
@@ -26,8 +25,8 @@ from outbox_admin.web.visits import Route, Visit, Work, render
 
 #: Tasks on one page, and max results of each kind of a search.
 PAGE, RESULTS = 50, 20
-#: The orders of a list, and those of tasks that were sent or cancelled.
-ORDERS = ("newest", "oldest", "attempts")
+#: The orders of a list.
+ORDERS = ("newest", "oldest")
 #: How old a sent task is at most in a list that follows them. So the list reads a bounded part of the table.
 FOLLOWED = timedelta(minutes=10)
 #: The state that a person looks for who names none.
@@ -48,15 +47,16 @@ def show(visit: Visit) -> Response:
     except Refused as problem:
         visit = dataclasses.replace(visit, problem=problem)
     state = (selection and selection.state) or DEFAULT_STATE
-    orders = ORDERS[:2] if state in OUT_OF_KEY else ORDERS
-    order = next((each for each in orders if each == query.get("order")), "newest")
+    order = next((each for each in ORDERS if each == query.get("order")), "newest")
     is_followed = state == "sent" and order == "newest" and bool(query.get("follow"))
     page = command = None
     if selection:
         if is_followed:
             since = visit.console.table.now() - FOLLOWED
             selection = dataclasses.replace(selection, since=max(since, selection.since or since), until=None)
-        page = _page(visit, selection, state, order)
+        listed = dataclasses.replace(selection, include_expired=True)
+        after, newest = query.get("after") or None, order == "newest"
+        page = lookup.find(visit.console.table, [state], listed, newest=newest, after=after, limit=PAGE)
         shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
         command = command_of(visit, "list", shown, **{order: True, "limit": PAGE})
     response = render(
@@ -65,7 +65,6 @@ def show(visit: Visit) -> Response:
         page=page,
         state=state,
         order=order,
-        orders=orders,
         is_followed=is_followed,
         filters={name: query[name] for name in FILTERS if query.get(name)},
         actions=[each for each in visit.console.actions if state in each.states],
@@ -73,19 +72,6 @@ def show(visit: Visit) -> Response:
     )
     response.status_code = visit.problem.status if visit.problem else 200
     return response
-
-
-def _page(visit: Visit, selection: TaskSelection, state: str, order: str) -> Page:
-    """Return the page after a cursor, or the one before it, which is read in the other order."""
-    selection, newest = dataclasses.replace(selection, include_expired=True), order != "oldest"
-    find = partial(lookup.find, visit.console.table, [state], selection, limit=PAGE)
-    if order == "attempts":
-        return find(attempts=True)
-    if not (before := visit.query.get("before")):
-        return find(newest=newest, after=visit.query.get("after") or None)
-    page = find(newest=not newest, after=before)
-    # In the other order, the next page is the one before, and there is always one behind.
-    return dataclasses.replace(page, tasks=page.tasks[::-1], previous=page.next, next=page.previous)
 
 
 def search(visit: Visit) -> Response:

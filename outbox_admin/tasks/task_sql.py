@@ -133,17 +133,12 @@ def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
     ]
 
 
-def listed_unsent(
-    states: Collection[str], columns: str, names: Collection[str], *, newest: bool, attempts: bool = False
-) -> str:
+def listed_unsent(states: Collection[str], columns: str, names: Collection[str], *, newest: bool) -> str:
     """Return the statement for state and `columns` of the next @limit tasks by CreatedAt and Id, at @now.
-
-    With `attempts`, those with most failed attempts come first.
 
     The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
     """
     direction = " DESC" if newest else ""
-    first = "Attempts DESC, " if attempts else ""
     more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
     narrowing = [column for name, column in more.items() if name in names]
     compared_columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
@@ -151,7 +146,7 @@ def listed_unsent(
     union = "\nUNION ALL".join(
         f"""
   SELECT '{state}' AS in_state, task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id, CreatedAt, Attempts FROM (
+    SELECT AS STRUCT Id, CreatedAt FROM (
       SELECT {compared_columns} FROM {index_for(names)[0]} WHERE {rows} LIMIT @ceiling)
     WHERE {condition})) AS task"""
         for state in states
@@ -162,7 +157,7 @@ def listed_unsent(
 SELECT in_state, {columns} FROM (
   SELECT in_state, Id AS found FROM ({union})
   WHERE {beyond(_listed("CreatedAt"), newest=newest)}
-  ORDER BY {first}CreatedAt{direction}, Id{direction} LIMIT @limit)
+  ORDER BY CreatedAt{direction}, Id{direction} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found""")
 
 

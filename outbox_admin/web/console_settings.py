@@ -38,8 +38,6 @@ NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, sep
 HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
 TEXT = matching(r"[^\s]*", "text without spaces")
 PATH = matching("(/[A-Za-z0-9._~-]+)*", "a path such as /outbox")
-#: An address in which names in braces are replaced by values.
-TEMPLATE = matching(r"(https?://[^\s\"'<>]+)?", "an address such as https://example.com/outbox?topic={topic}")
 DOCS_URL = matching(r"(https?://[^\s\"'<>#?]+(?<!/))?", "an address such as https://example.com/docs, or nothing")
 ADDRESS = SettingType(_address, "HOST:PORT or [IPV6]:PORT; port 0 selects a free port")
 
@@ -65,10 +63,6 @@ class ConsoleSettings(Settings):
     docs_url: str = setting(
         "", DOCS_URL, "Where the folder docs of this project is published. Errors link to its operations/runbook.md."
     )
-    dashboard_url: str = setting(
-        "", TEMPLATE, "Your dashboard. The page of a topic links to it. {topic} and {time} (RFC 3339) are replaced."
-    )
-    trace_url: str = setting("", TEMPLATE, "Your page of traces instead of Cloud Trace. {trace} is replaced.")
 
     def __post_init__(self) -> None:
         if bool(self.identity_header) != bool(self.trusted_proxy):
@@ -86,7 +80,4 @@ class ConsoleSettings(Settings):
 
 
 #: The settings that `console.app` has, too.
-PASSED_ON = (
-    "allow_actions", "show_data", "allowed_hosts", "path_prefix", "production", "docs_url", "dashboard_url",
-    "trace_url",
-)  # fmt: skip
+PASSED_ON = ("allow_actions", "show_data", "allowed_hosts", "path_prefix", "production", "docs_url")

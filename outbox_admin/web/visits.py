@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any, Protocol
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -216,9 +216,6 @@ class Console:
     redact: Redact | None
     #: Where the documentation is, or an empty text.
     docs_url: str = ""
-    #: The address of a dashboard with {topic} and {time}, and of a trace with {trace}, or empty texts.
-    dashboard_url: str = ""
-    trace_url: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,13 +297,6 @@ def _visible(value: Any) -> Any:
     return value if isinstance(value, Markup) else cell(value)
 
 
-def _filled(address: str, **values: object) -> str:
-    """Return an address with the values of the names in its braces."""
-    for name, value in values.items():
-        address = address.replace(f"{{{name}}}", quote(str(value), safe="", errors="replace"))
-    return address
-
-
 def described(operation: Operation) -> str:
     """Return the column Selection in words: each name with its value, and few of many IDs."""
     found = operations.parsed(operation.selection)
@@ -337,7 +327,6 @@ _ENVIRONMENT.filters.update(
     spoken=spoken,
     time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
     clock=lambda time: f"{time:%H:%M:%S} UTC",
-    filled=_filled,
     hour=lambda time: f"{time:%H:%M}",
     iso=lambda time: f"{time:%Y-%m-%dT%H:%M:%SZ}",
     described=described,

@@ -134,7 +134,7 @@ ASK = "document.dispatchEvent(new Event('visibilitychange'))"
 #: The ID of an operation.
 STOPPED = "00000000-0000-4000-8000-000000000001"
 PAGES = (
-    "/", "/?topics=1", "/topic?name=orders", "/tasks", "/tasks?state=sent&follow=1", "/tasks?order=attempts",
+    "/", "/?topics=1", "/topic?name=orders", "/tasks", "/tasks?state=sent&follow=1", "/tasks?order=oldest",
     "/tasks?state=blocked&topic=orders&since=9d", "/tasks/retry?state=dead",
     "/tasks/cancel?id=head", "/tasks/resend?topic=orders", "/task?id=b1", "/operations", f"/operation?id={STOPPED}",
     "/blocked", "/workers", "/search?q=orders", f"/search?q={32 * 'a'}", "/search", "/none",

@@ -101,16 +101,6 @@ def test_a_list_is_sorted_by_time(database: Database, table: TaskTable, state: s
     assert list(paged(table, state, limit=3, topic="b")) == order[1::2]
 
 
-def test_tasks_with_most_attempts_come_first(database: Database, table: TaskTable) -> None:
-    """On one page, whose tasks have no place that they keep. Sent tasks have no such order."""
-    insert(database, [row(str(n), AvailableAt=NEVER, Attempts=(3, 9, 0, 12, 5)[n]) for n in range(5)])
-    page = lookup.find(table, ["dead"], limit=3, attempts=True)
-    assert ([task.columns["Id"] for task in page.tasks], page.next, page.whole) == (["3", "1", "4"], None, True)
-    for states, after in ((["sent"], None), (["dead"], "x")):
-        with pytest.raises(SettingError, match="only unsent tasks can be sorted by their attempts"):
-            lookup.find(table, states, after=after, attempts=True)
-
-
 @pytest.mark.parametrize("newest", [False, True])
 def test_pages_are_stable_while_rows_change(database: Database, table: TaskTable, newest: bool):
     """Tasks change their state, are deleted and are added between two pages. Each that stays is listed once."""
