@@ -181,7 +181,7 @@ def run_topics(options: argparse.Namespace) -> None:
     table = flags.open_table(options)
     backlog = read_noted(table, exact=options.exact)
     controls, lines = table.controls(), backlog.topics()
-    none = admin.rows.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.rows.backlog.COUNTS))
+    none = admin.rows.backlog.Line("", at_least=set(() if backlog.whole else admin.rows.backlog.COUNTS))
     names = sorted({*controls, *lines})
     topics = [(topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in names]
     if options.json:
