@@ -1,4 +1,4 @@
-"""The backlog: tasks by topic, priority and state, counted in the index up to a limit.
+"""The backlog: tasks by topic and state, counted in the index up to a limit.
 
 Each function that reads raises NotReached or OutboxError.
 """
@@ -17,9 +17,8 @@ from outbox.rows.workers import Worker, rows_at
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, problems, stated
 from outbox.table.states import UNSENT
 
-#: A shard, a topic (None: all topics), and the highest priority to count, if the statement has one.
-Range: TypeAlias = tuple[int, str | None, int]
-_Place: TypeAlias = tuple[int, str | None]
+#: A shard and a topic (None: all topics).
+Range: TypeAlias = tuple[int, str | None]
 #: Returns the rows of a statement with these parameters.
 Query: TypeAlias = Callable[[str, Mapping[str, Any]], list[list[Any]]]
 
@@ -35,14 +34,10 @@ STALENESS = timedelta(seconds=10)
 MAX_TOTAL, MIN_COUNT_LIMIT = 1_000_000, 100
 #: Max topics that are counted.
 MAX_TOPICS = 1_000
-#: Max queries for the first ready tasks of priorities below those that a count reaches.
-MAX_SEEKS = 20
 #: Max pairs of a shard and a topic in one request, because Spanner limits a request to 10 MiB.
 MAX_RANGES = 10_000
-#: Ready tasks of a shard, topic and priority that are read to find the oldest. The first one by CreatedAt may not be
-#: the oldest: if it was scheduled, deferred and released, it should first have been sent at its DueAt.
-FIRST_READY = 10
-_HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
+#: Max ready tasks of a shard and topic that are read to find the oldest, the most urgent ones first.
+AGED_READY = 1_000
 _REGISTERED = "registered_last_minute"
 COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
 
@@ -60,12 +55,11 @@ class Count:
 
 
 class Counted(NamedTuple):
-    """A row of `counts_sql.counted`: a number of tasks of a topic, priority and state in a range."""
+    """A row of `counts_sql.counted`: a number of tasks of a topic and state in a range."""
 
     shard: int
     of_topic: str | None
     topic: str
-    priority: int
     state: str
     number: int
     oldest: datetime | None
@@ -75,14 +69,13 @@ class Counted(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Line:
-    """The tasks of one topic and priority. `at_least` names the counts that stopped early.
+    """The tasks of one topic. `at_least` names the counts that stopped early.
 
     `oldest` is when the oldest pending or retrying task should first have been sent. `next_due` is when the next
     scheduled or retrying task will be due. If `at_limit`, the topic is sent as fast as its limits allow.
     """
 
     topic: str
-    priority: int
     paused: bool = False
     at_limit: bool = False
     pending: int = 0
@@ -118,7 +111,7 @@ class Ages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
-    """All lines and the live workers as they were at `as_of`. Lines are by topic and then by priority, highest first.
+    """All lines and the live workers as they were at `as_of`. Lines are by topic.
 
     `whole` is false if there are more than MAX_TOPICS topics. Only the first MAX_TOPICS are then included.
     """
@@ -133,7 +126,7 @@ class Backlog:
     @property
     def everything(self) -> Line:
         """Return the sum of all lines."""
-        merged = Line("", 0, at_least=set() if self.whole else set(COUNTS))
+        merged = Line("", at_least=set() if self.whole else set(COUNTS))
         for line in self.lines:
             merged.add(line)
         return merged
@@ -155,11 +148,8 @@ class Backlog:
         return min(lines, key=lambda line: line.oldest or self.as_of, default=None)
 
     def topics(self) -> dict[str, Line]:
-        """Return the sum of each topic's lines, by topic."""
-        merged: dict[str, Line] = {}
-        for line in self.lines:
-            merged.setdefault(line.topic, Line(line.topic, line.priority, line.paused, line.at_limit)).add(line)
-        return merged
+        """Return the lines by topic."""
+        return {line.topic: line for line in self.lines}
 
     def by_topic_and_state(self) -> Counter[tuple[str, str]]:
         """Return the numbers of unsent tasks, without zeros. Pending tasks of paused topics have the state `paused`."""
@@ -182,7 +172,7 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
     """Return the current backlog, read at one timestamp.
 
     Unless `exact`, each count stops at `limit` in a shard and topic, by default at COUNT_LIMIT, or less if many of them
-    have many tasks. A number is then a lower bound, but the age of the oldest task is still right.
+    have many tasks. A number is then a lower bound, and the age is that of the counted tasks: the most urgent ones.
     """
     return _read_at(table, table.now(), NO_LIMIT if exact else limit)
 
@@ -203,11 +193,10 @@ def read_unsent(table: TaskTable, age: timedelta = timedelta()) -> Backlog:
 def oldest_ages(table: TaskTable) -> Ages:
     """Return the age of the oldest task of each topic, and of all of them, in seconds, as of ten seconds ago.
 
-    Paused topics, and topics without pending or retrying tasks, are left out. Of ready tasks, seeks in the index find
-    the age, so the cost does not depend on the number of tasks of a priority. Ages are exact with three
-    exceptions. Of more than MAX_TOPICS topics, only the first are read. Of more than MAX_SEEKS priorities of a shard
-    and topic, only some tasks of the lower ones are read. Of the due tasks, and of those that are due later, only the
-    first by AvailableAt are read, up to the limit of a count.
+    Paused topics, and topics without pending or retrying tasks, are left out. Ages are exact with three exceptions. Of
+    more than MAX_TOPICS topics, only the first are read. Of the ready tasks of a shard and topic, only the AGED_READY
+    most urgent ones are read. Of the due tasks, and of those that are due later, only the first by AvailableAt are
+    read, up to the limit of a count.
     """
     return read_before(table.now(), STALENESS, lambda at: _oldest_ages_at(table, at))
 
@@ -217,9 +206,10 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> Ages:
     paused = {topic for topic, row in controls.items() if row.paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     reader = _Reader(table, at, "outbox-age", None)
-    reader.add_first_ready(ranges_of(table.shards, topics))
+    ranges = ranges_of(table.shards, topics)
+    dataclasses.replace(reader, limit=range_limit(ranges, AGED_READY)).add(counts_sql.COUNT_READY, ranges)
     for statement in (counts_sql.COUNT_DUE, counts_sql.COUNT_LATER):
-        reader.add(statement, ranges_of(table.shards, topics))
+        reader.add(statement, ranges)
     if any(stated(controls.get(line.topic, NO_CONTROLS), LIMITS) for line in reader.lines.values() if line.oldest):
         reader.add_sent()
     backlog = Backlog(at, (), reader.controlled(controls))
@@ -232,11 +222,11 @@ def _unsent(reader: "_Reader") -> Backlog:
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
     ranges = ranges_of(table.shards, topics[:MAX_TOPICS])
-    reader.add_first_ready(reader.add(counts_sql.COUNT_READY, ranges, "pending"))
+    reader.add(counts_sql.COUNT_READY, ranges, "pending")
     reader.add(counts_sql.COUNT_DUE, ranges, "pending")
     reader.add(counts_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
     reader.add(counts_sql.COUNT_DEAD, ranges, "dead")
-    lines = sorted(reader.controlled(table.controls(at)), key=lambda line: (line.topic, -line.priority))
+    lines = sorted(reader.controlled(table.controls(at)), key=lambda line: line.topic)
     for line in lines:
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
     return Backlog(at, [], lines, whole)
@@ -257,7 +247,7 @@ def _is_at_limit(controls: TopicControls, sent: Count) -> bool:
 
 def ranges_of(shards: Sequence[int], topics: Iterable[str | None] = (None,)) -> list[Range]:
     """Return the ranges of these shards and topics, or of the shards."""
-    return [(shard, topic, _HIGHEST) for shard, topic in product(shards, topics)]
+    return [*product(shards, topics)]
 
 
 def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> int:
@@ -271,7 +261,7 @@ def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> i
 
 def count(
     query: Query, statement: str, ranges: Sequence[Range], limit: int | None = None
-) -> tuple[list[Counted], set[_Place]]:
+) -> tuple[list[Counted], set[Range]]:
     """Return the counts of a statement of `counts_sql.counted`, and the shards and topics that have more tasks.
 
     Each range is counted up to `limit`. Without it, small ranges are counted first, and large ones share what may
@@ -282,7 +272,7 @@ def count(
     full = _full(rows, first)
     if limit or not full or (more := range_limit(full)) <= first:
         return rows, full
-    again = _rows(query, statement, [each for each in ranges if each[:2] in full], more)
+    again = _rows(query, statement, [each for each in ranges if each in full], more)
     return [*(row for row in rows if (row.shard, row.of_topic) not in full), *again], _full(again, more)
 
 
@@ -290,14 +280,14 @@ def _rows(query: Query, statement: str, ranges: Iterable[Range], limit: int) -> 
     """Return the counts of all ranges, request by request."""
     rows: list[Counted] = []
     for chunk in chunked(ranges, MAX_RANGES):
-        shards, topics, priorities = (list(each) for each in zip(*chunk, strict=True))
-        places = {"range_shards": shards, "range_topics": topics, "max_priorities": priorities}
+        shards, topics = (list(each) for each in zip(*chunk, strict=True))
+        places = {"range_shards": shards, "range_topics": topics}
         rows += [Counted(*row) for row in query(statement, {**places, "limit": limit})]
     return rows
 
 
-def _full(rows: Iterable[Counted], limit: int) -> set[_Place]:
-    totals: Counter[_Place] = Counter()
+def _full(rows: Iterable[Counted], limit: int) -> set[Range]:
+    totals: Counter[Range] = Counter()
     for row in rows:
         totals[row.shard, row.of_topic] += row.number
     return {place for place, number in totals.items() if number >= limit}
@@ -305,21 +295,25 @@ def _full(rows: Iterable[Counted], limit: int) -> set[_Place]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reader:
-    """Adds up counts, as of `at`, by topic and priority. `at_least` has the incomplete counts of each topic."""
+    """Adds up counts, as of `at`, by topic. `at_least` has the incomplete counts of each topic."""
 
     table: TaskTable
     at: datetime
     tag: str
     limit: int | None
-    lines: dict[tuple[str, int], Line] = dataclasses.field(default_factory=dict)
+    lines: dict[str, Line] = dataclasses.field(default_factory=dict)
     at_least: dict[str | None, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
-    def add(self, statement: str, ranges: Sequence[Range], *names: str) -> list[Range]:
-        """Add the counts `names` of these ranges. Return, for each full range, the priorities left to count."""
+    def add(self, statement: str, ranges: Sequence[Range], *names: str) -> None:
+        """Add the counts `names` of these ranges."""
         rows, full = count(self._query, statement, ranges, self.limit)
         for _, topic in full:
             self.at_least[topic] |= {*names, _REGISTERED}
-        return self._add(rows, full)
+        for row in rows:
+            line = self.lines.setdefault(row.topic, Line(row.topic))
+            setattr(line, row.state, getattr(line, row.state) + row.number)
+            line.registered_last_minute += row.registered
+            line.oldest, line.next_due = _first(line.oldest, row.oldest), _first(line.next_due, row.next_due)
 
     def add_sent(self) -> None:
         """Add the tasks that were sent in the last minute."""
@@ -327,33 +321,13 @@ class _Reader:
 
     def controlled(self, controls: Mapping[str, TopicControls]) -> list[Line]:
         """Return the lines, with what follows from the controls of their topics."""
-        sent, lines = Counter[str](), list(self.lines.values())
-        for line in lines:
-            sent[line.topic] += line.sent_last_minute
-        for line in lines:
+        for line in self.lines.values():
             row = controls.get(line.topic, NO_CONTROLS)
             line.paused = row.paused
-            line.at_limit = _is_at_limit(row, Count(sent[line.topic], "sent_last_minute" in self.at_least[None]))
-        return lines
-
-    def add_first_ready(self, left: Sequence[Range]) -> None:
-        """Add the first ready tasks of each priority in these ranges, for the age: they are those registered first."""
-        for seeks in range(1, MAX_SEEKS + 1):
-            limit = FIRST_READY if seeks < MAX_SEEKS else range_limit(left)
-            rows = _rows(self._query, counts_sql.COUNT_READY, left, limit)
-            left = self._add(rows, _full(rows, limit))
+            sent = Count(line.sent_last_minute, "sent_last_minute" in self.at_least[None])
+            line.at_limit = _is_at_limit(row, sent)
+        return [*self.lines.values()]
 
     def _query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
         seconds = COUNT_SECONDS if self.limit == NO_LIMIT else SCAN_SECONDS
         return self.table.query(statement, self.tag, values, at=self.at, seconds=seconds)
-
-    def _add(self, rows: Iterable[Counted], full: Collection[_Place]) -> list[Range]:
-        lowest: dict[_Place, int] = {}
-        for row in rows:
-            place = row.shard, row.of_topic
-            lowest[place] = min(row.priority, lowest.get(place, row.priority))
-            line = self.lines.setdefault((row.topic, row.priority), Line(row.topic, row.priority))
-            setattr(line, row.state, getattr(line, row.state) + row.number)
-            line.registered_last_minute += row.registered
-            line.oldest, line.next_due = _first(line.oldest, row.oldest), _first(line.next_due, row.next_due)
-        return [(*place, lowest[place] - 1) for place in full if lowest[place] > _LOWEST]

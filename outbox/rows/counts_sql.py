@@ -35,9 +35,9 @@ def at_most(column: str, characters: int = MAX_TEXT) -> str:
     return f"SUBSTR({column}, 1, {characters})"
 
 
-# The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
+# The n-th range has the n-th shard of @range_shards and the n-th topic of @range_topics.
 _RANGES_TO_COUNT = """(
-  SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic, @max_priorities[OFFSET(position)] AS max_priority
+  SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic
   FROM UNNEST(@range_shards) AS in_shard WITH OFFSET AS position)"""
 
 
@@ -50,35 +50,29 @@ def counted(
     state: str = "''",
     *,
     index: str = TO_SEND,
-    priority: str = "Priority",
     first_due: str = _NO_TIME,
     due: str = _NO_TIME,
     registered: str = f"CreatedAt {_IN_LAST_MINUTE}",
 ) -> str:
-    """Return the statement that counts `rows` by topic, priority and state at @now, at most @limit in each range.
+    """Return the statement that counts `rows` by topic and state at @now, at most @limit in each range.
 
     Also when the oldest of the tasks should first have been sent, when the next one will be `due`, and how many of them
     were `registered` in the last minute.
     """
     return at_now(f"""
-SELECT in_shard, of_topic, part.topic, part.priority, part.state, part.number, part.oldest, part.next_due,
-  part.registered
+SELECT in_shard, of_topic, part.topic, part.state, part.number, part.oldest, part.next_due, part.registered
 FROM {_RANGES_TO_COUNT}, UNNEST(ARRAY(
-  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(IF(first_due <= @now, first_due, NULL)) AS oldest,
+  SELECT AS STRUCT topic, state, COUNT(*) AS number, MIN(IF(first_due <= @now, first_due, NULL)) AS oldest,
     MIN(due) AS next_due, COUNTIF(is_new) AS registered FROM (
-    SELECT Topic AS topic, {priority} AS priority, {state} AS state, {first_due} AS first_due, {due} AS due,
+    SELECT Topic AS topic, {state} AS state, {first_due} AS first_due, {due} AS due,
       {registered} AS is_new
     FROM {index} WHERE {rows} LIMIT @limit)
-  GROUP BY topic, priority, state)) AS part""")
+  GROUP BY topic, state)) AS part""")
 
 
 #: The start of the age of a task. Deferred tasks have none, because they wait for the head of their key, which has one.
 _AGED_FROM = f"IF(BlockedBy IS NULL, {FIRST_DUE_SQL}, NULL)"
-COUNT_READY = counted(
-    f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
-    "'pending'",
-    first_due=_AGED_FROM,
-)
+COUNT_READY = counted(f"{OF_TOPIC} AND AvailableAt IS NULL ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM)
 COUNT_DUE = counted(f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM)
 COUNT_LATER = counted(
     f"{OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER}",

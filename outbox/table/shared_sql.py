@@ -40,7 +40,7 @@ _TYPES = {
     **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range"), param_types.INT64),
     **dict.fromkeys(("after_sequence", "characters", "shard", "shard_count"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
-    **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),
+    **dict.fromkeys(("range_shards", "shards"), param_types.Array(param_types.INT64)),
     "skip_dead": param_types.BOOL,
 }
 

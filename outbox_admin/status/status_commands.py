@@ -1,4 +1,4 @@
-"""`outbox status` and `workers`: unsent tasks by topic and priority, what is wrong, and what the live workers do."""
+"""`outbox status` and `workers`: unsent tasks by topic, what is wrong, and what the live workers do."""
 
 import argparse
 import signal
@@ -18,7 +18,7 @@ from outbox_admin import flags
 from outbox_admin.tasks.task_commands import error_table, follow
 
 STATUS_DESCRIPTION = """\
-Count the unsent tasks of each topic and priority, and those registered (IN/MIN) and sent
+Count the unsent tasks of each topic, and those registered (IN/MIN) and sent
 in the last minute. Show the age of the oldest task, when the next scheduled or
 retrying task will be due, the topics to which a live worker does not
 publish because they fail (open circuits), and the errors of unsent tasks (of at most
@@ -56,7 +56,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def add(commands: Any) -> None:
     """Add the two commands to the subparsers `commands`."""
-    parser = flags.command(commands, "status", "unsent tasks by topic and priority", STATUS_DESCRIPTION, run_status)
+    parser = flags.command(commands, "status", "unsent tasks by topic", STATUS_DESCRIPTION, run_status)
     flags.switch(parser, "--json", "Print one JSON object instead of a table")
     flags.switch(parser, "--watch", "Update every five seconds, until Ctrl-C")
     flags.switch(parser, "--exact", "Count all tasks, without a limit")
@@ -127,8 +127,8 @@ def _beyond(backlog: "admin.rows.backlog.Backlog", options: argparse.Namespace) 
     oldest = backlog.oldest
     if options.max_age is not None and oldest and (age := backlog.age(oldest)) > options.max_age:
         found.append(
-            f"the oldest task has waited {spoken(age)} (topic {cell(oldest.topic)}, priority "
-            f"{oldest.priority}), more than --max-age {spoken(options.max_age)}"
+            f"the oldest task has waited {spoken(age)} (topic {cell(oldest.topic)}), more than --max-age "
+            f"{spoken(options.max_age)}"
         )
     total = backlog.total
     for name, most in (("pending", options.max_pending), ("dead", options.max_dead)):
@@ -193,10 +193,7 @@ def _json(status: "admin.status.problems.Status") -> Escaped:
     if found := status.reshard:
         reshard = {"from": found.change.former, "to": found.change.target, "since": found.change.operation.started_at}
         reshard |= {"next_step": found.step.text, "waits_for": found.step.waits_for}
-    topics = [
-        {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}
-        for line in backlog.lines
-    ]
+    topics = [{"topic": line.topic, "paused": line.paused, **fields(backlog, line)} for line in backlog.lines]
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
     why = {"problems": status.problems, "errors": status.errors}
     circuits = admin.status.live_workers.open_circuits(backlog.workers)
@@ -222,14 +219,12 @@ def fields(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line
 
 
 def _text(backlog: "admin.rows.backlog.Backlog") -> Escaped:
-    rows: list[Row] = [
-        ((line.topic + (" (paused)" if line.paused else ""), line.priority), line) for line in backlog.lines
-    ]
-    total: list[Row] = [(("all", None), backlog.total)] if rows else []
+    rows: list[Row] = [((line.topic + (" (paused)" if line.paused else ""),), line) for line in backlog.lines]
+    total: list[Row] = [(("all",), backlog.total)] if rows else []
     paused = any(line.paused for line in backlog.lines)
     remarks = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
     none = "no unsent tasks, and no task sent in the last minute"
-    return listing(backlog, ("TOPIC", "PRIORITY"), rows + total, none, *remarks)
+    return listing(backlog, ("TOPIC",), rows + total, none, *remarks)
 
 
 def listing(

@@ -92,7 +92,7 @@ def index_for(names: Collection[str], state: str = "") -> tuple[str, str]:
 
 def _number(rows: str, index: str) -> str:
     """Return the statement that counts `rows`. It reads only columns that each index has."""
-    return counted(rows, index=index, priority="0", registered="FALSE")
+    return counted(rows, index=index, registered="FALSE")
 
 
 def ranges_of_state(state: str, names: Collection[str]) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ OutboxError.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -58,7 +59,7 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preview:
-    """What a change of one topic would do. `unsent` are the tasks that its new route applies to, if it changes."""
+    """What a change would do. `unsent` are the tasks of topics whose route changes, if that of one does."""
 
     difference: Difference
     unsent: Count | None = None
@@ -66,19 +67,26 @@ class Preview:
     unchecked: str | None = None
 
 
-def preview(table: TaskTable, topic: str, values: Mapping[str, Any], *, exact: bool, force: bool = False) -> Preview:
-    """Check a change of one topic, and return what it would do. `force` does not ask Pub/Sub for the destination."""
-    unchecked = None if force else check_destinations(table, [values.get("publish_to")])
-    difference = change(table, "controls", [topic], values, dry_run=True)
-    return Preview(difference, _unsent(table, topic, exact=exact) if "publish_to" in values else None, unchecked)
+def preview(
+    table: TaskTable,
+    topics: Sequence[str],
+    values: Mapping[str, Any] | None,
+    *,
+    exact: bool,
+    force: bool = False,
+) -> Preview:
+    """Check a `change`, and return what it would do. `force` does not ask Pub/Sub for the destination of a route."""
+    unchecked = None if force or not values else check_destinations(table, [values.get("publish_to")])
+    difference = change(table, "controls", topics, values, dry_run=True)
+    routed = [topic for topic, rows in difference.items() if len({row and row.publish_to for row in rows}) == 2]
+    return Preview(difference, _unsent(table, routed, exact=exact) if routed else None, unchecked)
 
 
-def _unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
-    """Return the number of unsent tasks of a topic, of all states."""
+def _unsent(table: TaskTable, topics: Sequence[str], *, exact: bool) -> Count:
+    """Return the number of unsent tasks of some topics, of all states."""
     now = table.now()
-    counts = [
-        selections.count(table, TaskSelection(state=each, topic=topic, as_of=now), exact=exact) for each in UNSENT
-    ]
+    wanted = (TaskSelection(state=state, topic=topic, as_of=now) for topic, state in itertools.product(topics, UNSENT))
+    counts = [selections.count(table, each, exact=exact) for each in wanted]
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
@@ -98,7 +106,7 @@ def change(
     table: TaskTable,
     operation: str,
     topics: Sequence[str],
-    values: Mapping[str, Any],
+    values: Mapping[str, Any] | None,
     author: Author = UNNAMED,
     *,
     dry_run: bool = False,
@@ -106,13 +114,15 @@ def change(
     """Write `values`, by field, to the rows of all `topics` in one transaction, and return the difference.
 
     The `operation` is pause, resume, probe or controls. Missing rows are created, but a value of None or False needs
-    a row. Other fields keep their values. The transaction also records the operation. With `dry_run` it checks the
-    same and writes nothing.
+    a row. Other fields keep their values. Without `values`, the rows are deleted. The transaction also records the
+    operation. With `dry_run` it checks the same and writes nothing.
     """
 
     def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
-        if all(value is None or value is False for value in values.values()):
+        if not values or all(value is None or value is False for value in values.values()):
             _require_rows(before, topics)
+        if values is None:
+            return dict.fromkeys(topics)
         return {topic: dataclasses.replace(before.get(topic, NO_CONTROLS), **values) for topic in topics}
 
     return _write(table, operation, after, author, dry_run=dry_run)
@@ -124,9 +134,9 @@ def probe(table: TaskTable, topics: Sequence[str], author: Author = UNNAMED) -> 
 
 
 def apply(
-    table: TaskTable, wanted: Mapping[str, TopicControls | None], author: Author = UNNAMED, *, dry_run: bool = False
+    table: TaskTable, wanted: Mapping[str, TopicControls], author: Author = UNNAMED, *, dry_run: bool = False
 ) -> Difference:
-    """Replace the rows of these topics in one transaction, which records the difference. Return it. None: no row.
+    """Replace the rows of these topics in one transaction, which records the difference. Return it.
 
     With `dry_run` it checks the same and writes nothing. Raises SettingError if an ID and its full name, which are one
     topic for Pub/Sub, have different controls.
@@ -140,12 +150,8 @@ def apply(
             )
 
     def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
-        _require_rows(before, [topic for topic, row in wanted.items() if row is None])
         asked = {topic: row.probe_requested_at for topic, row in before.items()}
-        return {
-            topic: row and dataclasses.replace(row, probe_requested_at=asked.get(topic))
-            for topic, row in wanted.items()
-        }
+        return {topic: dataclasses.replace(row, probe_requested_at=asked.get(topic)) for topic, row in wanted.items()}
 
     return _write(table, "controls", after, author, dry_run=dry_run)
 
@@ -173,7 +179,7 @@ def _write(
                     transaction.delete(TABLE, KeySet(keys=[[topic]]))
                 else:  # with all columns, so that the result does not depend on the treatment of omitted ones
                     transaction.insert_or_update(TABLE, COLUMNS, [(topic, *dataclasses.astuple(row))])
-            operations.record(transaction, table, operation, _recorded(changed), author, FinishedAt=COMMIT_TIMESTAMP)
+            operations.record(transaction, table, operation, recorded(changed), author, FinishedAt=COMMIT_TIMESTAMP)
         return difference
 
     return table.transact(_TAG, work)
@@ -217,7 +223,7 @@ def _check(table: TaskTable, before: Mapping[str, TopicControls], difference: Di
             )
 
 
-def _recorded(difference: Difference) -> dict[str, Any]:
+def recorded(difference: Difference) -> dict[str, Any]:
     """Return a difference as the record has it: for each field that changes, the values before and after."""
     return {
         "topics": {

@@ -48,10 +48,12 @@ attempt of a task uses the retry policy. Without a value, the setting of the wor
     outbox topics set orders --route orders-v2 --dry-run ...
     outbox topics set orders --max-attempts 3 --backoff-max 60s ..."""
 UNSET_DESCRIPTION = """\
-Remove limits, the route, or values of the retry policy of a topic.
+Remove limits, the route, or values of the retry policy of a topic. Without a FIELD, remove
+all of them and its pause: the row in AsynchronousTaskTopics. Its tasks do not change.
 
     outbox topics unset orders rate burst --project my-project --instance main --database shop
-    outbox topics unset orders route ..."""
+    outbox topics unset orders route ...
+    outbox topics unset orders ..."""
 EXPORT_DESCRIPTION = """\
 Print the pauses, limits, routes and retry policies of all topics as JSON. `outbox topics
 apply` reads such a file.
@@ -63,12 +65,6 @@ does not have in the file gets its default. Topics that are not in the file do n
 
     outbox topics apply topics.json --dry-run --project my-project --instance main --database shop
     outbox topics apply topics.json ..."""
-FORGET_DESCRIPTION = """\
-Delete the row of a topic in AsynchronousTaskTopics. The topic then has no pause, limit,
-route or retry policy. Its tasks do not change.
-
-    outbox topics forget orders --project my-project --instance main --database shop"""
-
 PROBE_DESCRIPTION = """\
 Let each worker whose circuit of the topic is open publish a probe now, instead of at the
 time that `outbox topics` shows. If it succeeds, the circuit closes.
@@ -89,33 +85,33 @@ def add(commands: Any) -> None:
     actions = showing.add_subparsers(metavar="ACTION")
     setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
     unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
-    forgetting = flags.command(actions, "forget", "delete the row of a topic", FORGET_DESCRIPTION, run_forget)
     probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, run_probe)
     flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, run_export)
     applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
 
-    counts = ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1), (forgetting, 1))
-    for parser, count in counts:
+    for parser, count in ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind) in VALUES.items():
         flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar="N", dest=name)
     field = one_of(*NAMES)
-    flags.add(unsetting, "fields", field, "What to remove: {}", metavar="FIELD", nargs="+", choices=[*NAMES])
+    text = "What to remove: {}. Without it, all of them and the pause"
+    flags.add(unsetting, "fields", field, text, metavar="FIELD", nargs="*")
     applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
     for parser in (setting, applying):
         flags.switch(parser, "--force", "Do not ask Pub/Sub whether a routed topic exists")
-    for parser in (setting, unsetting, applying):
+    for parser in (pausing, resuming, setting, unsetting, applying):
         flags.switch(parser, "--dry-run", "Only print the difference")
-    for parser in (pausing, resuming, probing, setting, unsetting, forgetting, applying):
+        flags.switch(parser, "--json", "Print the difference as one JSON object")
+    for parser in (pausing, resuming, probing, setting, unsetting, applying):
         flags.add_reason(parser)
-    for parser in (pausing, probing, setting, unsetting, forgetting, applying):
+    for parser in (pausing, probing, setting, unsetting, applying):
         flags.switch(parser, "--yes", "Skip the confirmation")
 
 
 def run_pause(options: argparse.Namespace) -> None:
     """Pause topics. Raises SettingError, NotReached, OutboxError."""
     table = _open(options, "Pause")
-    _report(admin.topics.editing.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
+    _write(table, options, {"paused": True}, "pause")
     paused = {topic_name(topic, table.project) for topic in options.topics}
     for topic, controls in sorted(table.controls().items()):
         to = controls.publish_to
@@ -125,11 +121,7 @@ def run_pause(options: argparse.Namespace) -> None:
 
 def run_resume(options: argparse.Namespace) -> None:
     """Resume topics. Raises SettingError, NotReached, OutboxError."""
-    table = _open(options)
-    _report(
-        admin.topics.editing.change(table, "resume", options.topics, {"paused": False}, flags.author(options)),
-        "resumed",
-    )
+    _write(_open(options), options, {"paused": False}, "resume")
 
 
 def run_probe(options: argparse.Namespace) -> None:
@@ -147,30 +139,41 @@ def run_set(options: argparse.Namespace) -> None:
 
 
 def run_unset(options: argparse.Namespace) -> None:
-    """Remove controls of a topic. Raises SettingError, NotReached, OutboxError."""
-    _write(_open(options), options, {NAMES[name]: None for name in options.fields})
+    """Remove controls of a topic, or its row. Raises SettingError, NotReached, OutboxError."""
+    _write(_open(options), options, {NAMES[name]: None for name in options.fields} or None)
 
 
-def _write(table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, values: dict[str, Any]) -> None:
-    """Preview a change of one topic, ask if it routes many tasks, and write it."""
-    [topic], dry = options.topics, options.dry_run
-    found = admin.topics.editing.preview(table, topic, values, exact=dry, force=vars(options).get("force", True))
-    to, unsent = values.get("publish_to") or topic, found.unsent
+def _write(
+    table: "admin.rows.task_table.TaskTable",
+    options: argparse.Namespace,
+    values: dict[str, Any] | None,
+    operation: str = "controls",
+) -> None:
+    """Preview a change, ask if it routes many tasks or removes a row, and write it."""
+    topics, force = options.topics, vars(options).get("force", True)
+    found = admin.topics.editing.preview(table, topics, values, exact=options.dry_run, force=force)
+    to, unsent = (values or {}).get("publish_to") or topics[0], found.unsent
     if found.unchecked:
         note(found.unchecked)
-    if dry:
-        _print_difference(found.difference)
-        if unsent:
-            say(f"{unsent} of {topic} would be published to {to}")
+    if options.dry_run:
+        _print_difference(options, found.difference, unsent=unsent)
+        if unsent and not options.json:
+            say(f"{unsent} of {topics[0]} would be published to {to}")
         return
+    if values is None and (row := found.difference[topics[0]][0]) != NO_CONTROLS:
+        confirm(f"{escaped(topics[0])} has: {described(row)}. Remove all of it?", yes=options.yes)
     if unsent and unsent.number > CONFIRM_ABOVE:
-        confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
-    _report(
-        admin.topics.editing.change(table, "controls", [topic], values, flags.author(options)),
-        is_limited=any(values.get(name) for name in LIMITS),
-    )
+        confirm(f"{unsent} of {escaped(topics[0])} will be published to {escaped(to)}.", yes=options.yes)
+    difference = admin.topics.editing.change(table, operation, topics, values, flags.author(options))
+    if options.json:
+        _print_difference(options, difference, unsent=unsent)
+    else:
+        for topic, (_, row) in difference.items():
+            say(f"{topic}: {described(row, 'resumed' if operation == 'resume' else '')}")
+    is_limited = any((values or {}).get(name) for name in LIMITS)
+    note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
     if unsent:
-        note(f"{unsent} of {escaped(topic)} not sent yet. {admin.topics.editing.ORDERED.format(escaped(to))}")
+        note(f"{unsent} of {escaped(topics[0])} not sent yet. {admin.topics.editing.ORDERED.format(escaped(to))}")
 
 
 def run_topics(options: argparse.Namespace) -> None:
@@ -178,7 +181,7 @@ def run_topics(options: argparse.Namespace) -> None:
     table = flags.open_table(options)
     backlog = read_noted(table, exact=options.exact)
     controls, lines = table.controls(), backlog.topics()
-    none = admin.rows.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.rows.backlog.COUNTS))
+    none = admin.rows.backlog.Line("", at_least=set(() if backlog.whole else admin.rows.backlog.COUNTS))
     names = sorted({*controls, *lines})
     topics = [(topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in names]
     if options.json:
@@ -217,35 +220,25 @@ def run_apply(options: argparse.Namespace) -> None:
     if unchecked := admin.topics.editing.check_destinations(table, destinations):
         note(unchecked)
     difference = admin.topics.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
-    changed = _print_difference(difference)
+    changed = _print_difference(options, difference)
     would = "would be " if options.dry_run else ""
-    say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
+    if not options.json:
+        say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
     if changed and not options.dry_run:
         note(APPLIED_SOON)
 
 
-def run_forget(options: argparse.Namespace) -> None:
-    """Delete the row of a topic. Raises SettingError, NotReached, OutboxError."""
-    table, [topic] = flags.open_table(options), options.topics
-    row = table.controls().get(topic)
-    if row not in (None, NO_CONTROLS):
-        confirm(f"{escaped(topic)} has: {described(row)}. Forget it?", yes=options.yes)
-    admin.topics.editing.apply(table, {topic: None}, flags.author(options))
-    say(f"{topic}: forgotten")
-    note(APPLIED_SOON)
-
-
-def _report(difference: "admin.topics.editing.Difference", unpaused: str = "", *, is_limited: bool = False) -> None:
-    """Print the new rows. `unpaused` is the text of a topic that is not paused."""
-    for topic, (_, row) in difference.items():
-        say(f"{topic}: {described(row, unpaused)}")
-    note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
-
-
-def _print_difference(difference: "admin.topics.editing.Difference") -> int:
-    """Print the rows that change, and return their number."""
+def _print_difference(
+    options: argparse.Namespace,
+    difference: "admin.topics.editing.Difference",
+    **more: "admin.rows.backlog.Count | None",
+) -> int:
+    """Print the rows that change, with `more` fields of the JSON object, and return their number."""
     changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
-    for topic, (before, after) in sorted(changed.items()):
+    if options.json:
+        fields = {name: dataclasses.asdict(count) for name, count in more.items() if count}
+        say(as_json({"dry_run": options.dry_run, **admin.topics.editing.recorded(changed), **fields}))
+    for topic, (before, after) in sorted(() if options.json else changed.items()):
         say(f"{topic}: {described(before)} -> {described(after)}")
     return len(changed)
 

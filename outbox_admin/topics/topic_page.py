@@ -125,8 +125,8 @@ def _check(visit: Visit) -> Response:
     return visit.redirect("/topic", name=topic, exists=shown(table.now()))
 
 
-def _forget(visit: Visit) -> Response:
-    editing.apply(visit.console.table, {_topic(visit): None}, visit.author(required=True))
+def _unset(visit: Visit) -> Response:
+    editing.change(visit.console.table, "controls", [_topic(visit)], None, visit.author(required=True))
     return _changed(visit)
 
 
@@ -138,7 +138,7 @@ def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], edi
     """Return the topic, the values and their preview, after the checks of the command."""
     topic, values = _known(visit), _typed(given)
     try:
-        return topic, values, editing.preview(visit.console.table, topic, values, exact=False)
+        return topic, values, editing.preview(visit.console.table, [topic], values, exact=False)
     except SettingError as error:
         names = (name for name, field in NAMES.items() if field in str(error))
         raise Refused(400, "The topic was not changed", str(error), next(names, "")) from None
@@ -174,6 +174,6 @@ ROUTES = (
     Route("/topic/controls", _write, Role.OPERATOR, "POST", Work.URGENT, "/topic/controls"),
     Route("/topic/probe", _probe, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
-    Route("/topic/forget", _forget, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
+    Route("/topic/unset", _unset, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", Work.URGENT, "/topic") for name in SWITCHES),
 )

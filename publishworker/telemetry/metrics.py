@@ -83,7 +83,8 @@ TOPIC_TASKS = Metric("outbox.topic_task_count", "gauge", "task", ("topic", "stat
 OLDEST_AGE = Metric("outbox.oldest_task_age", "gauge", "second", (), -1,
     "Age of the oldest pending or retrying task, as of ten seconds ago, in any topic that is not paused (the first "
     "1,000 by name) and not sent as fast as its limits allow: the time since it should first have been sent. No failed "
-    "attempt changes it. A blocked task waits for the head of its key, which counts. 0 without any.")
+    "attempt changes it. A blocked task waits for the head of its key, which counts. Of the ready tasks of a shard and "
+    "topic, the 1,000 most urgent ones count. 0 without any.")
 TOPIC_OLDEST_AGE = Metric("outbox.topic_oldest_task_age", "gauge", "second", ("topic",), -1,
     "The same by topic, also of topics at their limits. A topic without such tasks is sent as 0 for ten minutes.")
 LATENCY = Metric("outbox.task_latency", "distribution", "second", ("topic",), -1,

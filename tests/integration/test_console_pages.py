@@ -187,8 +187,8 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     caller = console(database)
     page = caller.get("/topic?name=a/b").text
     assert re.search(r"Last change: pause [\d.]+s ago", text(page))
-    assert caller.post("/topic/forget?name=a/b", headers=SAME, content="").status_code == 400  # without a reason
-    assert caller.post("/topic/forget?name=a/b", headers=SAME, content="reason=gone").status_code == 303
+    assert caller.post("/topic/unset?name=a/b", headers=SAME, content="").status_code == 400  # without a reason
+    assert caller.post("/topic/unset?name=a/b", headers=SAME, content="reason=gone").status_code == 303
     assert TaskTable(table).controls() == {}
 
 

@@ -63,19 +63,14 @@ def first_due(each: Row) -> datetime:
     return due
 
 
-@pytest.mark.parametrize(
-    "seeks", [pytest.param(1, marks=pytest.mark.extended), 2, pytest.param(20, marks=pytest.mark.extended)]
-)
-def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
-    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, seeks: int
-):
-    """Exactly, whether a few seeks find it or the index must be read, and also behind many scheduled tasks.
+def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(database: Database, watch: Watch):
+    """Exactly, also of a low priority, and behind many scheduled tasks.
 
     A due task counts from when it became due, but not from before it was registered. One whose time was moved keeps
     its age, also when it is ready again. Sent, scheduled, blocked and dead tasks, and those of paused topics, have no
     age.
     """
-    random, now, rows = Random(seeks), datetime.now(UTC), list[Row]()
+    random, now, rows = Random(1), datetime.now(UTC), list[Row]()
 
     def day() -> datetime:
         return CREATED + random.randrange(90) * DAY
@@ -102,21 +97,16 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
     pause(database, "f")
     unsent = (each for each in rows if not each["SentAt"] and not each["BlockedBy"])
     aged = [each for each in unsent if each["AvailableAt"] not in (FUTURE - DAY, NEVER)]
-    wanted: dict[tuple[str, int], datetime] = {}
+    wanted: dict[str, datetime] = {}
     for each in (each for each in aged if first_due(each) <= now):
-        place = each["Topic"], each["Priority"]
-        wanted[place] = min(first_due(each), wanted.get(place, now))
+        wanted[each["Topic"]] = min(first_due(each), wanted.get(each["Topic"], now))
     found = backlog.read(watch.table, exact=True)
-    assert {(line.topic, line.priority): line.oldest for line in found.lines if line.oldest} == wanted
+    assert {line.topic: line.oldest for line in found.lines if line.oldest} == wanted
     assert found.oldest
-    assert found.oldest.oldest == min(time for (topic, _), time in wanted.items() if topic != "f")
-    monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
+    assert found.oldest.oldest == min(time for topic, time in wanted.items() if topic != "f")
     ages = backlog._oldest_ages_at(Later(watch.database), now)
     assert ages.oldest == max(ages.by_topic.values())
-    assert ages.by_topic == {
-        topic: (now - min(time for (other, _), time in wanted.items() if other == topic)).total_seconds()
-        for topic in "abcde"
-    }
+    assert ages.by_topic == {topic: (now - wanted[topic]).total_seconds() for topic in "abcde"}
 
 
 @pytest.mark.parametrize(
@@ -244,48 +234,43 @@ KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
 NEW = "registered_last_minute"
 
 
-def test_a_count_is_exact_or_reported_as_a_lower_bound(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """In each shard and topic at most `limit` rows of a state are read, and the age of each priority is right.
+def test_a_count_is_exact_or_reported_as_a_lower_bound(database: Database, table: TaskTable):
+    """In each shard and topic at most `limit` rows of a state are read.
 
-    Also where the queries stop early: a count that is not reported as a bound is exact.
+    A count that is not reported as a bound is exact, and then the age of the topic is right.
     """
     random = Random(1)
-    true: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
+    true: dict[str, Numbers[str]] = defaultdict(Numbers)
     rows = []
     for n in range(160):
         (name, columns), topic, priority = random.choice(KINDS), random.choice("ab"), random.choice([0, 1, 2, 50])
-        true[topic, priority][name] += 1
+        true[topic][name] += 1
         is_new = random.random() < 0.2
-        true[topic, priority][NEW] += is_new
+        true[topic][NEW] += is_new
         created = (datetime.now(UTC) if is_new else CREATED) - timedelta(milliseconds=random.randrange(10_000))
         rows.append(row(str(n), Topic=topic, Priority=priority, CreatedAt=created, **columns()))
     insert(database, rows)
-    ready: dict[tuple[str, int], datetime] = {}
+    ready: dict[str, datetime] = {}
     for each in rows:
         if each["SentAt"] is None and each["AvailableAt"] is None:
-            place = each["Topic"], each["Priority"]
-            ready[place] = min(each["CreatedAt"], ready.get(place, FUTURE))
+            ready[each["Topic"]] = min(each["CreatedAt"], ready.get(each["Topic"], FUTURE))
 
-    for limit, seeks in ((1, 1), (1, 20), (3, 20), (1_000, 20)):
-        monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
+    for limit in (1, 3, 1_000):
         found = backlog._read_at(table, table.now(), limit)
-        places = {(line.topic, line.priority) for line in found.lines}
-        assert places == set(true) or (seeks < 20 and places <= set(true))
+        assert {line.topic for line in found.lines} == set(true)
         for line in found.lines:
             for name in COUNTS:
-                number, whole = getattr(line, name), true[line.topic, line.priority][name]
+                number, whole = getattr(line, name), true[line.topic][name]
                 assert number == whole or (number < whole and name in line.at_least)
-            assert seeks < 20 or (line.pending > 0 and line.oldest == ready[line.topic, line.priority])
+            assert "pending" in line.at_least or line.oldest == ready[line.topic]
         named = set().union(*(line.at_least for line in found.lines))
         assert named == (set(COUNTS) if limit <= 3 else set() if limit == 1_000 else named)
         for name in COUNTS:
             number, whole = getattr(found.total, name), sum(counts[name] for counts in true.values())
             assert number == whole or (number < whole and name in found.total.at_least)
     exact = backlog.read(table, exact=True)
-    assert {(line.topic, line.priority): numbers(line) for line in exact.lines} == {
-        place: {name: number for name, number in counts.items() if number} for place, counts in true.items()
+    assert {line.topic: numbers(line) for line in exact.lines} == {
+        topic: {name: number for name, number in counts.items() if number} for topic, counts in true.items()
     }
     assert not exact.total.at_least
 

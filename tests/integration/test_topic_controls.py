@@ -74,7 +74,7 @@ def by_function(_command: Commands, caller: TestClient, topic: str, change: Chan
             NAMES[name]: None if value is None else VALUES[NAMES[name]].kind.value(value, name)
             for name, value in change.items()
         }
-        editing.preview(table, topic, values, exact=True)
+        editing.preview(table, [topic], values, exact=True)
         editing.change(table, "controls", [topic], values, Author(reason="why"))
     except OutboxError as error:
         return str(error)

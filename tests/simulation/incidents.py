@@ -207,23 +207,23 @@ class IncidentTable(TaskTable):
         for row in self._rows.rows.values() if is_sent else self._rows.unsent_rows():
             if state_of(row, now) in states.split() and is_in(row):
                 places[row.shards[0], None if is_sent else row.topic].append(row)
-        given = [(values or {})[name] for name in ("range_shards", "range_topics", "max_priorities")]
+        given = [(values or {})[name] for name in ("range_shards", "range_topics")]
         found: list[list[Any]] = []
-        for shard, topic, most in zip(*given, strict=True):
-            found += self._counted(shard, topic, [row for row in places[shard, topic] if row.priority <= most], now)
+        for shard, topic in zip(*given, strict=True):
+            found += self._counted(shard, topic, places[shard, topic], now)
         return found
 
     def _counted(self, shard: int, topic: str | None, rows: Iterable[StoredTask], now: datetime) -> list[list[Any]]:
-        groups: dict[tuple[str, int, str], list[StoredTask]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[StoredTask]] = defaultdict(list)
         for row in rows:
             state = state_of(row, now)
-            groups[row.topic, row.priority, "sent_last_minute" if state == "sent" else state].append(row)
+            groups[row.topic, "sent_last_minute" if state == "sent" else state].append(row)
         found = []
-        for (of, priority, state), group in groups.items():
+        for (of, state), group in groups.items():
             # As `counts_sql`: only pending and retrying tasks have an age.
             aged = [first_due(self._rows.as_locked(row)) for row in group if row.blocked_by is None]
             oldest = min((each for each in aged if each <= now and state in ("pending", "retrying")), default=None)
-            found.append([shard, topic, of, priority, state, len(group), oldest, None, 0])
+            found.append([shard, topic, of, state, len(group), oldest, None, 0])
         return found
 
     def _worker(self, id: str, at: datetime, now: datetime) -> list[Any]:

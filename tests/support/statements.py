@@ -35,7 +35,7 @@ def unbounded(statement: str) -> list[str]:
         scope = _own(statement[table.end() :])
         if re.search(r"Id (?:=|IN\b|(?:BETWEEN|>=).* LIMIT @)|= \w+\.Id\b", scope):
             continue  # single rows, or those at the beginning of a range of IDs
-        conditions = scope.partition(" ORDER BY ")[0].replace("Priority = max_priority AND CreatedAt >", "")
+        conditions = scope.partition(" ORDER BY ")[0]
         columns = r"\b(?:Attempts|BlockedBy|LastError|ExpiresAt|CreatedAt)\b|STRPOS|STARTS_WITH"
         dropped = re.search(columns if "InOrder" in table[0] else f"{columns}|@topic", conditions)
         if dropped or not re.search(r"\bLIMIT (?:@\w+|1)$", scope.strip()):

@@ -265,7 +265,7 @@ WORKS: dict[tuple[str, str, str], Work] = {
     ("GET", "/", ""): Work.LIGHT,
     ("GET", "/topic", "name=a"): Work.LIGHT,
     ("GET", "/task", "id=a"): Work.LIGHT,
-    **{("POST", f"/topic/{name}", "name=a"): Work.URGENT for name in ("pause", "resume", "probe", "forget")},
+    **{("POST", f"/topic/{name}", "name=a"): Work.URGENT for name in ("pause", "resume", "probe", "unset")},
     **{("POST", f"/operation/{name}", "id=a"): Work.URGENT for name in ("stop", "continue-retry", "continue-purge")},
     **{(method, "/tasks/retry", SINGLE): Work.URGENT for method in ("GET", "POST")},
     **{(method, "/tasks/cancel", ALL): Work.SCAN for method in ("GET", "POST")},

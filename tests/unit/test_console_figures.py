@@ -135,7 +135,7 @@ def status(**values: Any) -> Status:
 
 
 def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
-    lines = [Line("a", 50), Line("b", 50, pending=5), Line("c", 50, dead=1), Line("d", 50, pending=9), Line("e", 50)]
+    lines = [Line("a"), Line("b", pending=5), Line("c", dead=1), Line("d", pending=9), Line("e")]
     late = Problem("late", "e", is_bad=True, text="")
     found = status(backlog=Backlog(NOON, (), lines), problems=[late], controls={"f": TopicControls(paused=True)})
     assert found.topics() == ["e", "c", "d", "b", "a", "f"]
@@ -150,16 +150,16 @@ def health(reading: Reading) -> tuple[str, str]:
 
 
 WORKER = Worker("w", 1.0, NOON, NOON, {})
-OLD = Line("orders", 50, pending=3, oldest=NOON - timedelta(minutes=14))
-NEW = Line("orders", 50, pending=3, oldest=NOON - timedelta(seconds=0.4))
-DEAD = Line("orders", 50, dead=2)
-MANY = Line("orders", 50, pending=9, dead=2, at_least={"pending", "dead"})
+OLD = Line("orders", pending=3, oldest=NOON - timedelta(minutes=14))
+NEW = Line("orders", pending=3, oldest=NOON - timedelta(seconds=0.4))
+DEAD = Line("orders", dead=2)
+MANY = Line("orders", pending=9, dead=2, at_least={"pending", "dead"})
 CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
 OPEN = "orders: circuit open for 0.0s: permission_denied"
-PAUSED = Line("orders", 50, paused=True, pending=150, oldest=NOON - timedelta(hours=5))
+PAUSED = Line("orders", paused=True, pending=150, oldest=NOON - timedelta(hours=5))
 PAUSED_TOO = dataclasses.replace(PAUSED, topic="mails")
 PAUSE = Operation("a", "pause", NOON - timedelta(hours=5), NOON, "ann", "", None, None, None, None, None)
-BLOCKED = Line("orders", 50, blocked=90)
+BLOCKED = Line("orders", blocked=90)
 EITHER = "either they stopped, or Spanner refuses their writes"
 LIMITED = dataclasses.replace(OLD, at_limit=True)
 FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
@@ -178,7 +178,7 @@ def silent(age: float) -> Worker:
         ({"lines": [DEAD], "workers": [FAILING]}, "warn", [OPEN, "2 dead tasks of orders"]),
         ({"workers": [FAILING], "orphans": [1, 2]}, "bad", [
             "2 shards without a live worker: no task there is published", OPEN]),
-        ({"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad", [
+        ({"lines": [dataclasses.replace(OLD, dead=2)], "workers": [FAILING], "orphans": [1]}, "bad", [
             "1 shard without a live worker: no task there is published", OPEN,
             "orders is late: its oldest task has waited 14m", "2 dead tasks of orders"]),
         ({"lines": [OLD, PAUSED_TOO]}, "bad", [
@@ -385,7 +385,7 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     ring = dict.fromkeys(names, values)
     topics_of = [{f"topic-{n + 40 * m:03}": ring for m in range(5)} for n in range(40)]
     workers = [worker(f"publishworker-{n:040}", all=ring, topics=topics_of[n]) for n in range(40)]
-    lines = [Line(f"topic-{n:03}", 50, pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
+    lines = [Line(f"topic-{n:03}", pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
     backlog = Backlog(NOW, workers, lines)
     status = Status(
         backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),

@@ -131,12 +131,12 @@ def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
         hour.at(ago).ring.add_backlog({"orders": unsent} if unsent else {}, {"orders": unsent} if unsent else {})
         hour.ring.add_ages({"orders": 60.0} if unsent else {}, 60.0 if unsent else 0.0)
         hour.publish(10)
-    found = history(hour.worker(), Hour("b").worker(), lines=[Line("orders", 50, pending=80)])
+    found = history(hour.worker(), Hour("b").worker(), lines=[Line("orders", pending=80)])
     assert found.pending("orders")[-6:-1] == [None, 0, 50, 80, None]
     assert found.oldest()[-6:-1] == [None, 0, 60, 60, None]
     assert found.registered("orders")[-6:-1] == [None, None, 60, 40, 0]
     hour.at(2).ring.add_backlog({"orders": 10_000}, {"orders": None})
-    bound = history(hour.worker(), lines=[Line("orders", 50, pending=10_000, at_least={"pending"})])
+    bound = history(hour.worker(), lines=[Line("orders", pending=10_000, at_least={"pending"})])
     assert (bound.pending("orders")[-3], bound.registered("orders")[-3]) == (10_000, None)
     hour.at(1).ring.add_backlog({}, {"scheduled": 5})
     hour.ring.add_ages({}, 0.0)
@@ -150,14 +150,14 @@ def test_a_backlog_that_workers_count_every_few_minutes_still_tells_what_was_reg
         hour.at(ago).publish(10)
         if ago % 3 == 0 and not 9 < ago < 21:
             hour.ring.add_backlog(*({"orders": 100 * (30 - ago)} for _ in range(2)))
-    found = history(hour.worker(), lines=[Line("orders", 50, pending=3_000)])
+    found = history(hour.worker(), lines=[Line("orders", pending=3_000)])
     assert found.pending("orders")[-7:-2] == [2_400, None, None, 2_700, None]
     assert found.registered("orders")[-8:-1] == [110] * 7
     assert {*found.registered("orders")[-21:-9]} == {None}
 
 
 def test_what_a_process_reads_itself_fills_the_gaps() -> None:
-    line = Line("orders", 50, pending=7, oldest=NOW - timedelta(seconds=90))
+    line = Line("orders", pending=7, oldest=NOW - timedelta(seconds=90))
     before = history(lines=[line], at=NOW - timedelta(minutes=3))
     found = history(last=before)
     assert known(found.pending("orders")) == known(found.pending()) == {3: 7}
@@ -328,11 +328,11 @@ def test_a_request_has_a_limited_number_of_ranges():
 
     def query(_statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         shards, topics = parameters["range_shards"], parameters["range_topics"]
-        assert len(shards) == len(topics) == len(parameters["max_priorities"])
+        assert len(shards) == len(topics)
         numbers.append(len(shards))
-        return [[shards[0], topics[0], topics[0], 50, "pending", 1, NOW, None, 0]]
+        return [[shards[0], topics[0], topics[0], "pending", 1, NOW, None, 0]]
 
-    ranges = [(shard, f"topic-{number}", 99) for number in range(1_000) for shard in range(25)]
+    ranges = [(shard, f"topic-{number}") for number in range(1_000) for shard in range(25)]
     rows, full = backlog.count(query, "", ranges, 1)
     assert numbers == [10_000, 10_000, 5_000]
     assert full == {(0, "topic-0"), (0, "topic-400"), (0, "topic-800")}
@@ -348,12 +348,12 @@ def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics:
     def query(_statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
         places = zip(values["range_shards"], values["range_topics"], strict=True)
         rows = [
-            (*place, place[1], 50, "pending", min(values["limit"], waiting[place[1]]), NOW, None, 0) for place in places
+            (*place, place[1], "pending", min(values["limit"], waiting[place[1]]), NOW, None, 0) for place in places
         ]
-        read.append(sum(row[5] for row in rows))
+        read.append(sum(row[4] for row in rows))
         return [list(row) for row in rows]
 
-    ranges = [(shard, topic, 99) for shard in range(shards) for topic in waiting]
+    ranges = [(shard, topic) for shard in range(shards) for topic in waiting]
     rows, full = backlog.count(query, "", ranges)
     path = Path(__file__).parents[2] / "k8s/components/autoscaling/horizontalpodautoscaler.yaml"
     [metric] = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["metrics"]
@@ -364,18 +364,14 @@ def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics:
 
 
 def test_pending_tasks_of_a_paused_topic_are_in_no_total():
-    """Neither their count, nor their age, nor an early stop; the others are added up by topic."""
+    """Neither their count, nor their age, nor an early stop."""
     second = timedelta(seconds=1)
     lines = [
-        Line("a", 9, pending=2, dead=1, oldest=NOW - second),
-        Line("a", 1, pending=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
-        Line("b", 0, paused=True, pending=7, dead=3, oldest=NOW - 9 * second, at_least={"pending"}),
+        Line("a", pending=2, dead=1, oldest=NOW - second),
+        Line("b", pending=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
+        Line("c", paused=True, pending=7, dead=3, oldest=NOW - 9 * second, at_least={"pending"}),
     ]
     found = Backlog(NOW, (), lines)
     total = found.total
     assert (total.pending, total.dead, total.oldest, total.at_least) == (3, 4, NOW - 2 * second, {"dead"})
     assert (found.oldest, found.age(found.oldest)) == (lines[1], 2.0)
-    assert found.topics() == {
-        "a": Line("a", 9, pending=3, dead=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
-        "b": lines[2],
-    }

@@ -325,9 +325,8 @@ def found(*lines: Line) -> Backlog:
 
 def test_tasks_are_reported_by_topic_and_state() -> None:
     lines = [
-        Line("orders", 100, pending=1, dead=2),
-        Line("orders", 50, pending=10, retrying=3, scheduled=4, blocked=1, sent_last_minute=9),
-        Line("paused", 50, paused=True, pending=5, dead=6),
+        Line("orders", pending=11, retrying=3, scheduled=4, blocked=1, dead=2, sent_last_minute=9),
+        Line("paused", paused=True, pending=5, dead=6),
     ]
     assert found(*lines).by_topic_and_state() == {
         ("orders", "pending"): 11,
@@ -343,7 +342,7 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
 def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     client, clock = Counted(), mock.Mock(return_value=0.0)
     metrics = Metrics(client, clock)
-    now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
+    now = found(Line("orders", pending=7), Line("paused", paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent", lambda _table, _age: now)
     send_backlog(metrics, History(), ["known"], None)
     assert client.gauges[m.PENDING.name,] == 7
