@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -26,8 +27,9 @@ from outbox_admin import flags
 CHECK_CHILD_SECONDS = 0.2
 #: Seconds from SIGTERM to SIGKILL, for the worker and a command.
 COMMAND_STOP_SECONDS = 10.0
-#: The first line of a file of variables. Only a file that begins with it is replaced.
-WRITTEN = "# Written by `outbox emulators`, which deletes this file when it stops."
+#: The first line of a file of variables, with the process. Only such a file is replaced.
+WRITTEN = "# Written by `outbox emulators`, process {}, which deletes this file when it stops."
+_WRITER = re.compile(rb"# Written by `outbox emulators`, process (\d+), ")
 PORT = whole_number(0, 65_535)
 PUBSUB_ID = matching(TOPIC_ID, "an ID that Pub/Sub allows, such as orders")
 
@@ -139,7 +141,11 @@ def _create(
     os.environ.update(variables)  # the clients read it
     from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
 
-    resources.create(target, ddl, options.pubsub, empty=options.empty)
+    def exists() -> None:
+        if ddl:
+            note(f"database {options.create} exists, so {options.ddl_file} was not executed. Its DDL is for a new one")
+
+    resources.create(target, ddl, options.pubsub, empty=options.empty, exists=exists)
     tables = "without" if options.empty else "with"
     others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
     note(f"database {options.create} {tables} the outbox's tables{others}: ready")
@@ -152,17 +158,39 @@ def _exports(variables: Mapping[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def _env_file(path: Path, variables: Mapping[str, str]) -> Iterator[None]:
-    """Write the variables for `. FILE`, and delete the file at the end of the block. Raises SettingError."""
-    try:
-        if path.exists() and not path.read_bytes().startswith(WRITTEN.encode()):
-            raise SettingError(f"--env-file: {str(path)!r} was not written by this command. Choose another name")
-        path.write_text("\n".join([WRITTEN, *_exports(variables), ""]))
-    except OSError as error:
-        raise SettingError(f"--env-file: {str(path)!r} cannot be written: {error.strerror}") from None
+    """Write the variables for `. FILE`, and delete the file at the end of the block."""
+    path.write_text("\n".join([WRITTEN.format(os.getpid()), *_exports(variables), ""]))
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def _check_env_file(path: Path) -> None:
+    """Raise SettingError unless this command may write the file."""
+    try:
+        if not path.exists():
+            path.touch()
+            path.unlink()
+        elif (writer := _WRITER.match(path.read_bytes())) is None:
+            raise SettingError(f"--env-file: {str(path)!r} was not written by this command. Choose another name")
+        elif _is_running(int(writer[1])):
+            raise SettingError(
+                f"--env-file: {str(path)!r} is of the `outbox emulators` that runs as process {int(writer[1])}. "
+                "Stop it, or choose another name"
+            )
+    except OSError as error:
+        raise SettingError(f"--env-file: {str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is of another user
+    return process != os.getpid()
 
 
 @contextlib.contextmanager
@@ -206,6 +234,8 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
         if path is None:
             raise SettingError(f"command not found: {options.words[0]!r}")
         options.words[0] = path
+    if options.env_file:
+        _check_env_file(options.env_file)
     if options.create is None:
         if options.pubsub or options.ddl_file or options.worker or options.empty:
             raise SettingError(

@@ -26,6 +26,7 @@ def create(
     *,
     migrate: Callable[[Database], object] | None = None,
     empty: bool = False,
+    exists: Callable[[], object] = lambda: None,
 ) -> Database:
     """Create the database with the outbox's tables and `ddl`, and topics and subscriptions. Return the database.
 
@@ -33,8 +34,9 @@ def create(
     `ddl` alone. If it does not create the outbox's tables, they are added, but never if `empty`.
 
     `pubsub` has pairs such as ("topic", "orders") and ("subscription", "billing"). A subscription belongs to the topic
-    before it and keeps the order of ordering keys. What exists already is kept, and a database that exists does not get
-    `ddl`. The emulators are those that the environment names. Raises SchemaDiffers, OutboxError.
+    before it and keeps the order of ordering keys. What exists already is kept. A database that exists does not get
+    `ddl`, and `exists` is called. The emulators are those that the environment names.
+    Raises SchemaDiffers, OutboxError.
     """
     client = spanner.Client(project=target.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     config = f"projects/{target.project}/instanceConfigs/emulator-config"
@@ -46,8 +48,10 @@ def create(
         with suppress(AlreadyExists):
             instance.create().result(timeout=EMULATOR_SECONDS)
         what = f"database {target.database}"
-        with suppress(AlreadyExists):
+        try:
             database.create().result(timeout=EMULATOR_SECONDS)
+        except AlreadyExists:
+            exists()
         for kind, id in pubsub:
             what, name = f"{kind} {id}", f"projects/{target.project}/{kind}s/{id}"
             topic = name if kind == "topic" else topic

@@ -250,7 +250,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise SettingError(f"Not a terminal. Pass --yes to confirm: {question} Nothing was changed")
+        raise SettingError(f"{question} This is not a terminal, so pass --yes to confirm. Nothing was changed")
     say(f"{question} [y/N] ", stream=sys.stderr, end="")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise OutboxError("not confirmed. Nothing was changed")

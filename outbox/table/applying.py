@@ -55,7 +55,8 @@ def apply(
         changed = [f"{title} ({state})" for title, state in states if state != "exists"]
         done = f"changed: {', '.join(changed)}. These" if changed else "nothing is missing, but these"
         why = (
-            f"{done} parts have a different definition. Change them with your own DDL, or drop the index and run again:"
+            f"{done} parts have a different definition. Change them with your own DDL, or drop the index and run again "
+            "(`outbox schema reshard` changes the number of shards):"
         )
         raise SchemaDiffers("\n  ".join([f"{database.name}: {why}", *wrong]))
     return states

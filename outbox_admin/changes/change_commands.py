@@ -46,8 +46,8 @@ tasks too, typically within three days after they reach the retention age (`outb
     outbox purge --state sent --until 7d --topic orders --dry-run ...
     outbox purge --state cancelled --topic orders ..."""
 CANCEL_DESCRIPTION = """\
-Take unsent tasks of any state out of the table. Workers do not publish them any more.
-`outbox restore` puts them back, until the retention of sent tasks deletes them.
+End unsent tasks of any state. Workers do not publish them any more. Their rows stay, and
+`outbox restore` makes them unsent again, until the retention of sent tasks deletes them.
 If a worker is publishing a task, the command usually waits, and then the task is sent.
 A task that is published but not marked as sent yet can be cancelled, although subscribers
 receive it: the worker logs its ID (cancelled_after_publish). The command logs each task

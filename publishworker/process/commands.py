@@ -245,7 +245,7 @@ def _topic(publisher: PublisherClient, topic: str, settings: WorkerSettings, all
         needed = "no permission to check it (pubsub.topics.get); publishing needs roles/pubsub.publisher"
         return "unknown", f"topic {name}: {needed}. Pub/Sub: {describe(error)}"
     except (GoogleAPICallError, GoogleAuthError) as error:
-        return "unreachable", f"topic {name}: {describe(error)}"
+        return "unreachable", f"topic {name}: {describe(error)}. Check the network and the endpoint of Pub/Sub"
     used = [each for each in found.message_transforms if not each.disabled]
     transforms = ", ".join(each.javascript_udf.function_name or "without a name" for each in used)
     effect = "one that drops messages loses tasks, and the inbox refuses messages without their attributes"

@@ -15,6 +15,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools import child_process
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators
 from outbox.table.ddl import statements
+from outbox_admin.emulators_command import WRITTEN
 from tests.support.commands import TRACE, here
 from tests.support.processes import children, gone, run, started
 from tests.support.proxy import silent_port
@@ -142,17 +143,20 @@ def test_a_worker_that_ends_ends_the_command(emulators: Emulators) -> None:
         (("--create", "project/main/shop", "--empty", "--worker"), "--worker needs the outbox's tables"),
         (("--env-file", "shop.env"), "was not written by this command. Choose another name"),
         (("--env-file", "no/folder/shop.env"), "cannot be written: No such file"),
+        (("--env-file", "running.env"), f"that runs as process {os.getppid()}. Stop it, or choose another name"),
     ],
 )
 def test_what_is_wrong_with_a_command_is_said(
     emulators: Emulators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
 ) -> None:
-    """And the user's own file stays."""
+    """And the user's own file stays, and that of another `outbox emulators`."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "running.env").write_text(WRITTEN.format(os.getppid()))
     (tmp_path / "shop.env").write_text("SECRET=1")
     done = here("emulators", *words, environment=emulators.environment())
     assert (done.code, sentence in done.stderr, TRACE in done.stderr) == (2, True, False), done
     assert (tmp_path / "shop.env").read_text() == "SECRET=1"
+    assert (tmp_path / "running.env").exists()
 
 
 def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubSub, tmp_path: Path) -> None:
@@ -170,6 +174,7 @@ def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubS
         assert done.code == 0, done
     assert f"export OUTBOX_PROJECT={project}\nexport OUTBOX_INSTANCE=main\nexport OUTBOX_DATABASE=shop\n" in done.stdout
     assert "topic orders, subscription billing, subscription stock, topic mails: ready" in done.stderr
+    assert f"database {project}/main/shop exists, so {ddl} was not executed" in done.stderr
     database = instance(emulators.spanner_host, "main", project).database("shop")
     assert {"A", "AsynchronousTasks", "AsynchronousTaskWorkers"} <= {table.table_id for table in database.list_tables()}
     found = pubsub.subscriber.list_subscriptions(project=f"projects/{project}")

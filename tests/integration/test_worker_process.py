@@ -337,7 +337,7 @@ def test_it_asks_before_it_creates_anything(small: Instance, capsys: pytest.Capt
     assert outbox_cli.main([*FLAGS]) == 2
     err = capsys.readouterr().err
     assert f"This creates database {NAME} in instance {INSTANCE}" in err
-    assert "Not a terminal. Pass --yes to confirm" in err
+    assert "This is not a terminal, so pass --yes to confirm" in err
     assert not small.database(NAME).exists()
     assert outbox_cli.main([*FLAGS, "--yes", "--rows", "7"]) == 2
     assert "--rows: '7' is not allowed" in capsys.readouterr().err
