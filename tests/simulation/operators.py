@@ -135,7 +135,6 @@ class Operators:
             if holder.commits:
                 return False
             locks.wound(holder)
-            self.audit.disturbances["operator"] += 1
         return True
 
     def change(self, random: Random) -> None:

@@ -1,7 +1,4 @@
-"""All that a history depends on: the load, the settings of the workers, and the faults.
-
-`Audit.disturbances` counts what may cause duplicates: each time, what one worker has in flight.
-"""
+"""All that a history depends on: the load, the settings of the workers, and the faults."""
 
 import dataclasses
 from collections.abc import Callable
@@ -39,13 +36,12 @@ OVERLOAD = 20.0
 SLOW = 6.0
 
 
-def kill(world: "World", node: "Node", _fault: "Fault") -> End:
-    world.audit.disturbances["kill"] += 1
+def kill(_world: "World", node: "Node", _fault: "Fault") -> End:
     node.kill()
     return node.start
 
 
-def stop(world: "World", node: "Node", _fault: "Fault") -> End:
+def stop(_world: "World", node: "Node", _fault: "Fault") -> End:
     """Stop a worker as by SIGTERM. If it hangs, it is killed."""
     node.stop.set()
     node.relay.wake()
@@ -53,7 +49,6 @@ def stop(world: "World", node: "Node", _fault: "Fault") -> End:
 
     def end() -> None:
         if node.process is process:
-            world.audit.disturbances["stop"] += bool(process.fibers)
             node.kill()
             node.start()
 
@@ -61,14 +56,12 @@ def stop(world: "World", node: "Node", _fault: "Fault") -> End:
 
 
 def pause(world: "World", node: "Node", fault: "Fault") -> End:
-    world.audit.disturbances["pause"] += 1
     node.process.paused_until = world.clockwork.now + fault.seconds
     return lambda: None
 
 
-def cut(world: "World", node: "Node", fault: "Fault") -> End:
+def cut(_world: "World", node: "Node", fault: "Fault") -> End:
     """Cut a worker off one of the services, so that its requests have no answer."""
-    world.audit.disturbances[fault.kind] += 1 + int(fault.seconds / 5)
     service = fault.kind.removeprefix("no ")
     node.cut.append(service)
     return lambda: node.cut.remove(service)
@@ -86,14 +79,12 @@ def break_topic(world: "World", _node: "Node", fault: "Fault") -> End:
     return lambda: world.pubsub.broken.pop(topic, None)
 
 
-def slow(world: "World", _node: "Node", fault: "Fault") -> End:
-    world.audit.disturbances[fault.kind] += len(world.nodes) * (1 + int(fault.seconds))
+def slow(world: "World", _node: "Node", _fault: "Fault") -> End:
     world.pubsub.slow += SLOW
     return lambda: setattr(world.pubsub, "slow", world.pubsub.slow - SLOW)
 
 
-def overload(world: "World", _node: "Node", fault: "Fault") -> End:
-    world.audit.disturbances[fault.kind] += len(world.nodes) * (1 + int(fault.seconds / 2))
+def overload(world: "World", _node: "Node", _fault: "Fault") -> End:
     world.spanner.capacity = OVERLOAD
     return lambda: setattr(world.spanner, "capacity", None)
 
@@ -114,14 +105,12 @@ def downgrade(world: "World", node: "Node", _fault: "Fault") -> End:
     """Replace a worker by one of the previous version. It polls the first layout, which must not be retired."""
     if world.spanner.table.recorded.get(Layout(world.plan.shards), POLLED) != POLLED:
         return lambda: None
-    world.audit.disturbances["downgrade"] += 1
     node.kill()
     node.start(previous=True)
     process = node.process
 
     def upgrade() -> None:
         if node.process is process:
-            world.audit.disturbances["upgrade"] += 1
             node.kill()
             node.start()
 
@@ -261,4 +250,9 @@ DENSE = {
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
     "limits": lambda seed: Plan(seed, workers=4, keys=0.0, limit=5, seconds=25.0),
     "readers": lambda seed: Plan(seed, rate=5.0, batch_size=50, seconds=20.0, reads=True, reshard=5),
+    "stops": lambda seed: Plan(
+        seed, workers=3, rate=10.0, seconds=20.0, faults=(
+            Fault(0.0, "slow pubsub", 0, 20.0), *(Fault(2.0 * n, "stop", seed + n, 15.0) for n in range(1, 6))
+        ),
+    ),
 }  # fmt: skip

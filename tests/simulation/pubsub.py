@@ -1,6 +1,6 @@
 """A model of Pub/Sub: topics that work, are slow, are missing or do not answer, and every message that was received."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -9,6 +9,7 @@ from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process, VirtualThreads
+from tests.simulation.duplicates import Message
 from tests.support.fakes import CallFailed, Response
 
 PROJECT = "test-project"
@@ -35,7 +36,7 @@ class PubSub:
         channel: Any = _Channel(self, process, median, fate)
         return PubSubPublisher(channel, PROJECT, clock=clock, threads=VirtualThreads(self.clockwork, process))
 
-    def execute(self, process: Process, request: Any) -> grpc.StatusCode:
+    def execute(self, process: Process, request: Any, sent: Sequence[Message]) -> grpc.StatusCode:
         topic = request.topic.rpartition("/")[2]
         if topic in self.broken:
             return self.broken[topic]
@@ -44,7 +45,7 @@ class PubSub:
         if any("bad" in each.attributes for each in request.messages):
             return grpc.StatusCode.INVALID_ARGUMENT
         messages = [(each.attributes[TASK_ID_ATTRIBUTE], each.ordering_key, each.data) for each in request.messages]
-        self.audit.received(process, topic, messages)
+        self.audit.received(process, topic, messages, sent)
         return grpc.StatusCode.OK
 
 
@@ -62,13 +63,13 @@ class _Channel:
         """Send a request. Its answer comes within `timeout`, but an unanswered request may be executed later."""
         ids = [each.attributes[TASK_ID_ATTRIBUTE] for each in request.messages]
         clockwork, pubsub, answer = self._pubsub.clockwork, self._pubsub, _Answer(request.topic, ids)
-        pubsub.audit.requested(self._process, answer.topic, ids)
+        sent = pubsub.audit.requested(self._process, answer.topic, ids)
         fate = self._fate("publish")
-        latency = self._median * clockwork.random.uniform(0.7, 1.6) + pubsub.slow
-        latency += pubsub.slow_topics.get(answer.topic, 0.0)
+        slow = pubsub.slow + pubsub.slow_topics.get(answer.topic, 0.0)
+        latency = self._median * clockwork.random.uniform(0.7, 1.6) + slow
 
         def serve() -> None:
-            code = pubsub.execute(self._process, request)
+            code = pubsub.execute(self._process, request, sent)
             if fate != "unanswered":
                 clockwork.after(latency / 2, lambda: self._answer(answer, code))
 
@@ -76,7 +77,15 @@ class _Channel:
             clockwork.after(latency / 2, lambda: self._answer(answer, grpc.StatusCode.UNAVAILABLE))
         elif fate != "lost":
             clockwork.after(latency / 2, serve)
-        clockwork.after(timeout, lambda: self._answer(answer, grpc.StatusCode.DEADLINE_EXCEEDED))
+
+        def end() -> None:
+            if slow and not answer.answered and self._process.alive:
+                pubsub.audit.messages.touch_all(sent)
+            self._answer(answer, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+        if fate == "unanswered":
+            pubsub.audit.messages.touch_all(sent)
+        clockwork.after(timeout, end)
         return answer
 
     def with_call(self, request: Any, timeout: float, **_more: Any) -> tuple[None, "_Answer"]:

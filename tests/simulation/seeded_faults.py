@@ -13,12 +13,14 @@ from unittest import mock
 
 from grpc import StatusCode
 
+from outbox.table.shared_sql import EXCLUSIVE
 from outbox_admin.schema.reshard import Snapshot
 from publishworker.delivery import marking, rules
 from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import publisher
 from publishworker.pubsub.publisher import Lane
+from publishworker.spanner import relay_sql
 from publishworker.spanner.store import PollRequest
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics import availability
@@ -143,6 +145,7 @@ def ends_later(real: Any) -> Any:
 
 #: What the product no longer does, the attribute that does it, and how the attribute is replaced.
 DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "a claim locks rows exclusively": (relay_sql, "LOCK", lambda real: real.replace(EXCLUSIVE, "")),
     "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
     "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
@@ -252,6 +255,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
 #: Those that need dense plans, each with the plan whose histories notice it. The owner is a name, because PySpark is
 #: slow to import.
 DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
+    "a worker that stops finishes its batches": (
+        "stops", "publishworker.turn.worker.Worker", "_shut_down", always(None)
+    ),
     "a row that a replay inserts has a start of its age of its own": (
         "replays", "outbox_pipeline.jobs.replay", "_inserted",
         lambda real: lambda row, now: real(row, now) | {"DueAt": None, "AvailableAt": None}

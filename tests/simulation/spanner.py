@@ -14,6 +14,8 @@ from math import exp
 from typing import Any, TypeVar
 
 from outbox.table.ddl import Layout
+from outbox.table.shared_sql import EXCLUSIVE
+from publishworker.spanner import relay_sql
 from publishworker.spanner import store as product
 from publishworker.spanner.store import Decide, Discovery, PollRequest
 from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut
@@ -88,6 +90,8 @@ class Transaction:
     wounded: bool = False
     commits: bool = False
     asked_at: float = 0.0
+    #: Called if Spanner takes its locks away.
+    lost: Callable[[], object] = lambda: None
 
 
 class Locks:
@@ -129,6 +133,7 @@ class Locks:
     def wound(self, transaction: Transaction) -> None:
         self.wounds += 1
         transaction.wounded = True
+        transaction.lost()
         self.release(transaction)
 
     def release(self, transaction: Transaction) -> None:
@@ -254,6 +259,7 @@ class Connection:
         `audit` is told of the rows and marks of each claim. With `only`, the worker knows no other layouts.
         """
         self._spanner, self._process, self._fate, self._exclusive = spanner, process, fate, exclusive
+        self._exclusive &= EXCLUSIVE in relay_sql.LOCK
         self._clockwork, self._audit, self._cpu = spanner.clockwork, audit, cpu
         self.layouts: Sequence[Layout] = only or spanner.table.layouts
         self._only, self._max_deferral, self._commit_delay = only, max_deferral, commit_delay
@@ -341,8 +347,10 @@ class Connection:
         """See Store: the transaction attempts of the client, with its limits."""
         clockwork, spanner = self._clockwork, self._spanner
         age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
+        if self._audit:
+            self._audit.chosen(self._process, ids)
         while True:
-            transaction = Transaction(age, self._exclusive, asked_at=clockwork.now)
+            transaction = Transaction(age, self._exclusive, asked_at=clockwork.now, lost=lambda: self._lost(ids))
             try:
                 return self._attempt(transaction, sorted(ids), decide, self._commit_delay if may_delay else 0.0)
             except Aborted as error:
@@ -356,6 +364,8 @@ class Connection:
 
     def _attempt(self, transaction: Transaction, ids: Sequence[str], decide: Decide, delay: float) -> datetime:
         spanner = self._spanner
+        if self._audit:
+            self._audit.messages.claims(self._process, ids)
         try:
             rows, now = self._call(
                 "lock", spanner.latencies.lock, lambda: self._lock(transaction, ids), product.LOCK_SECONDS,
@@ -375,8 +385,17 @@ class Connection:
                 self._audit.marked(self._process, marks, committed, committed + self._max_deferral)
             return committed
 
-        committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0, rows=len(marks))
+        try:
+            committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0, rows=len(marks))
+        except (Aborted, StoreError):
+            self._lost(ids)
+            raise
         return committed
+
+    def _lost(self, ids: Sequence[str]) -> None:
+        """Tell the audit that a living worker loses its locks. A kill is a fault of its own, and an exit is none."""
+        if self._audit and self._process.alive:
+            self._audit.messages.touch(self._process, ids)
 
     def _lock(self, transaction: Transaction, ids: Sequence[str]) -> tuple[list[Any], datetime]:
         """Return the locked rows and the time of the lock, which a suspended process reads late."""

@@ -111,13 +111,20 @@ class Node:
             random=random, clock=self.clock,
         )  # fmt: skip
         stop: Any = self.stop
-        world.clockwork.spawn(process, lambda: worker.run(stop))
+
+        def run() -> None:
+            worker.run(stop)
+            process.alive = False  # its threads end with it
+
+        world.clockwork.spawn(process, run)
 
     def clock(self) -> float:
         return self.world.clockwork.now + self.process.skew
 
     def kill(self) -> None:
-        self.process.alive = False
+        if self.process.alive:
+            self.process.alive = False
+            self.world.audit.messages.touch(self.process)
 
     def _fate(self, service: str) -> Callable[[str], str | None]:
         def fate(kind: str) -> str | None:
@@ -126,7 +133,6 @@ class Node:
             for name, part, what in self.world.troubles:
                 is_meant = name in (kind, "all") or (name == "writes" and kind in WRITES)
                 if is_meant and self.world.clockwork.random.random() < part:
-                    self.world.audit.disturbances[what] += kind in ("commit", "publish", "lock")
                     return what
             return None
 
@@ -191,7 +197,6 @@ class World:
             self.audit.committed(id, task)
             if now < self.plan.seconds and random.random() < self.plan.refused:
                 self.spanner.table.refused.add(id)
-                self.audit.disturbances["refused"] += 1
         self.clockwork.after(random.uniform(0.03, 0.15), self._wake)
 
     def _wake(self) -> None:
@@ -349,15 +354,11 @@ class World:
             self.clockwork.run(end, lambda: not (table.unsent_count or self._resharding))
             if self._resharding:
                 self.audit.problem("the number of shards is still being changed")
-            self.run(6.0)  # at-most-once tasks are published after their mark
             # A worker names the first tasks of a minute at once, and the others after it.
             self.run(90.0, lambda: self.audit.cancelled_received <= self.audit.named)
-            while table.unsent_count and self.clockwork.now < end:  # one was refused, or an operator has reset it
-                self.clockwork.run(end, lambda: not table.unsent_count)
-                self.run(6.0)
-            self.audit.disturbances["wound"] = self.spanner.locks.wounds
-            bound = self.plan.batch_size * self.plan.concurrency
-            self.audit.end(self.spanner.table.rows, bound, faults=bool(self.plan.faults))
+            # At-most-once tasks are published after their mark. One may be refused, or reset by an operator.
+            self.clockwork.run(end, lambda: not table.unsent_count and self.clockwork.now > self.audit.marked_at + 6.0)
+            self.audit.end(self.spanner.table.rows, faults=bool(self.plan.faults))
             if follower := self.follower:
                 last = self.clockwork.now
                 self.run(limit, lambda: follower.caught_up >= last)

@@ -31,7 +31,7 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
 
     inbox: set[str] = set()
 
-    def receive(_found: object, _process: object, _topic: object, messages: Any) -> None:
+    def receive(_found: object, _process: object, _topic: object, messages: Any, _sent: object) -> None:
         for id, *_ in messages:
             note("receive", id, message=str(len(events)))
             if id not in inbox:
