@@ -21,7 +21,7 @@ from outbox.table.controls import COLUMNS, FIELDS, NO_CONTROLS, TABLE, TopicCont
 from outbox.table.states import UNSENT
 from outbox_admin import operations
 from outbox_admin.operations import UNNAMED, Author
-from outbox_admin.tasks import selections
+from outbox_admin.tasks import selected
 from outbox_admin.tasks.selections import TaskSelection
 
 _TAG = "outbox-topics"
@@ -76,9 +76,7 @@ def preview(table: TaskTable, topic: str, values: Mapping[str, Any], *, exact: b
 def _unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
     """Return the number of unsent tasks of a topic, of all states."""
     now = table.now()
-    counts = [
-        selections.count(table, TaskSelection(state=each, topic=topic, as_of=now), exact=exact) for each in UNSENT
-    ]
+    counts = [selected.count(table, TaskSelection(state=each, topic=topic, as_of=now), exact=exact) for each in UNSENT]
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
