@@ -12,6 +12,8 @@ import python_reference
 from python_reference import PYTHON, REFERENCE, table
 
 from outbox.program.settings import DatabaseSettings, Field, fields_of
+from outbox_admin.tasks.selections import FILTERS
+from outbox_admin.tasks.task_flags import flag_of
 from outbox_admin.web.console_settings import ConsoleSettings
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
 from publishworker.process.worker_settings import RelaySettings, WorkerSettings
@@ -184,9 +186,18 @@ operators](../operations/commands.md).",
         "## Console",
         "For `outbox console`.",
         table(COLUMNS, map(_row, fields_of(ConsoleSettings))),
+        "## Filters of tasks",
+        "They narrow the tasks of a command, and those of a page of the console.",
+        table(("flag", "meaning", "commands"), map(_filter, (name for name in FILTERS if FILTERS[name].commands))),
         OTHER_FLAGS,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _filter(name: str) -> tuple[str, ...]:
+    found = FILTERS[name]
+    help = found.help.format(found.kind.allowed)
+    return f"`{flag_of(name)} {found.metavar}`", f"{help}.", ", ".join(f"`{each}`" for each in found.commands)
 
 
 def _jobs() -> Iterator[str]:

@@ -21,7 +21,7 @@ from outbox.cancelling import CANCEL_TAG, check_not_registered, take_out
 from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
 from outbox.observing import count_registered
-from outbox.registration import COLUMNS, Options, Task, task_row
+from outbox.registration import Options, Task, insert_of
 from outbox.table import timeouts, transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
@@ -99,8 +99,8 @@ async def register_once(
     """
     _check(transaction, "register_once")
     check_task_id(task_id)
-    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
-    is_new = await _insert_once(transaction, TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
+    columns, row = insert_of(Task(topic, message, attributes, task_id=task_id, **options))
+    is_new = await _insert_once(transaction, TABLE, columns, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new

@@ -120,9 +120,9 @@ def register(
         topic, message, attributes, priority=priority, ordering_key=ordering_key, available_at=available_at,
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
-    row = task_row(task)
+    columns, row = insert_of(task)
     # Adds one insert to the transaction of the caller, and so keeps OUT-LOSS-1 of docs/guarantees.md.
-    transactions.insert(transaction, TABLE, *_without_defaults([row]))
+    transactions.insert(transaction, TABLE, columns, [row])
     id: str = row[0]
     transactions.changes(transaction).inserted.add((id,))
     count_registered(row[1])
@@ -168,8 +168,8 @@ def register_once(
 def register_with(insert: Callable[..., bool], task: Task) -> bool:
     """Register the task with a function that inserts a row unless its key exists. Return whether it did."""
     messages.check_task_id(task.task_id)  # type: ignore[arg-type]  # `task_row` would replace None with a random ID
-    row = task_row(task)
-    is_new = insert(TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
+    columns, row = insert_of(task)
+    is_new = insert(TABLE, columns, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new
@@ -236,6 +236,12 @@ def task_row(task: Task) -> transactions.Row:
         expires_at,
         task.at_most_once,
     )
+
+
+def insert_of(task: Task) -> tuple[tuple[str, ...], transactions.Row]:
+    """Return the columns in use and their values, ID and topic first. Raises as `task_row` does."""
+    columns, [row] = _without_defaults([task_row(task)])
+    return columns, row
 
 
 def _random_id() -> str:

@@ -34,7 +34,7 @@ from outbox.rows.task_table import TaskTable
 from outbox.table import applying, ddl, schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox_admin.changes import execution
-from outbox_admin.tasks import lookup, selections
+from outbox_admin.tasks import lookup, selected
 from outbox_admin.tasks.selections import TaskSelection
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
@@ -268,7 +268,7 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
     backlog.read(table), backlog.oldest_ages(table)
     for state in ("pending", "retrying", "dead", "sent"):
         lookup.find(table, [state])
-        selections.count(table, TaskSelection(state=state), exact=False)
+        selected.count(table, TaskSelection(state=state), exact=False)
     list(execution.change(table, "retry", TaskSelection(state="dead")))
     lookup.task(table, ids[0] if ids else "none"), lookup.beginning_with(table, ["a"], 3)
     return list(profiled.values())

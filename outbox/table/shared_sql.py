@@ -4,6 +4,7 @@ Aliases differ from column names, because Spanner compares names without case: `
 """
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from google.cloud.spanner_v1 import param_types
@@ -32,22 +33,24 @@ SEEK = "JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}"
 #: A worker's row may be deleted this many seconds after the worker's last heartbeat.
 FORGET_WORKER_SECONDS = 3600
 
-#: The types of all parameters.
+#: The types of all parameters but those of a filter (`outbox_admin.tasks.selections`), whose values have their type.
 _TYPES = {
     **dict.fromkeys(("after", "after_created", "end", "now", "since", "start", "until"), param_types.TIMESTAMP),
-    **dict.fromkeys(("after_id", "error", "from_topic", "id", "id_prefix", "operation"), param_types.STRING),
-    **dict.fromkeys(("ordering_key", "principal", "token", "topic"), param_types.STRING),
+    **dict.fromkeys(("after_id", "from_topic", "id", "operation"), param_types.STRING),
+    **dict.fromkeys(("principal", "token", "topic"), param_types.STRING),
     **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range"), param_types.INT64),
     **dict.fromkeys(("after_sequence", "characters", "shard", "shard_count"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
     **dict.fromkeys(("range_shards", "shards"), param_types.Array(param_types.INT64)),
     "skip_dead": param_types.BOOL,
 }
+_OF_VALUES = {str: param_types.STRING, int: param_types.INT64, bool: param_types.BOOL, datetime: param_types.TIMESTAMP}
 
 
 def parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `execute_sql` for these parameters."""
-    return {"params": dict(values), "param_types": {name: _TYPES[name] for name in values}}
+    types = {name: _TYPES.get(name) or _OF_VALUES[type(value)] for name, value in values.items()}
+    return {"params": dict(values), "param_types": types}
 
 
 NOW = "SELECT CURRENT_TIMESTAMP()"

@@ -14,8 +14,10 @@ from outbox.program.settings import MOMENT, one_of, resolved
 from outbox.program.terminal import CONFIRM_ABOVE, SHOWN, as_json, confirm, note, say, shortened
 from outbox.program.terminal import table as tabulated
 from outbox.table.states import CHANGED
-from outbox_admin import flags
+from outbox_admin import flags, value_types
 from outbox_admin.changes.operation_commands import DONE, execute, explain
+from outbox_admin.tasks import task_flags
+from outbox_admin.tasks.selections import TaskSelection
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
@@ -86,16 +88,15 @@ def add(commands: Any) -> None:
     """Add the five commands to the subparsers `commands`."""
     for name, (title, description) in COMMANDS.items():
         parser = flags.command(commands, name, title, description, run)
-        flags.add_ids(parser)
+        task_flags.add_ids(parser)
         if name == "resend":
-            flags.add(parser, "--ordering-key", flags.KEY, "Only tasks with this ordering key", metavar="KEY")
             text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
-            flags.add(parser, "--to", flags.TOPIC, text, metavar="TOPIC", required=True)
-            flags.add(parser, "--rate", flags.RATE, "Max tasks per second: {}", metavar="N")
+            flags.add(parser, "--to", value_types.TOPIC, text, metavar="TOPIC", required=True)
+            flags.add(parser, "--rate", value_types.RATE, "Max tasks per second: {}", metavar="N")
             flags.switch(parser, "--force", "Also publish to the topic of the tasks")
         else:
-            flags.add_state(parser, CHANGED[name], "Only tasks in this state")
-        flags.add_narrowing(parser, error=name != "resend")
+            task_flags.add_state(parser, CHANGED[name], "Only tasks in this state")
+        task_flags.add_filters(parser, name)
         if name == "retry":
             flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
         flags.switch(parser, "--dry-run", "Only count the tasks by topic and error")
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _preview(table, options, selection)
     # A resend has a max number of tasks.
-    count = admin.tasks.selections.count(table, selection, exact=options.command == "resend")
+    count = admin.tasks.selected.count(table, selection, exact=options.command == "resend")
     if not count.number and selection.ids is None:
         return _preview(table, options, selection)
     if count.number:
@@ -127,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes = admin.changes.execution.change(table, name, selection, author, id=id, selected=count.number)
     code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
     if selection.ids is None and options.command in ENDS_MATCH:
-        came = admin.tasks.selections.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+        came = admin.tasks.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
         if came.number:
             note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
     return code
@@ -135,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     """Return the given task IDs, or None if flags select the tasks. Raises SettingError, OutboxError."""
-    ids, name = flags.ids(options), options.command
+    ids, name = task_flags.ids(options), options.command
     if ids is None and name != "resend" and options.state is None:
         states = one_of(*CHANGED[name]).allowed
         raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {states}")
@@ -148,23 +149,23 @@ def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 def _selection(
     table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, ids: tuple[str, ...] | None
-) -> "admin.tasks.selections.TaskSelection":
+) -> TaskSelection:
     """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
     name, of_cancel = options.command, None
     if name == "restore" and ids and len(ids) == 1:
         of_cancel = admin.operations.operation(table, ids[0])
     if of_cancel and of_cancel.operation == "cancel":
         ids, options.ids = None, []
-    ids = ids and flags.full_ids(table, options, ids)
+    ids = ids and task_flags.full_ids(table, options, ids)
     now = table.now()
     at = now if options.as_of is None else resolved(options.as_of, now)
     if at > now:
         raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
-    selection = admin.changes.execution.bounded(name, flags.selection(options, at, ids), at)
-    flags.check_window(selection.since, selection.until)
+    selection = admin.changes.execution.bounded(name, task_flags.selection(options, at, ids), at)
+    task_flags.check_window(selection.since, selection.until)
     if of_cancel and ids is None:
         since = selection.since or of_cancel.started_at
-        selection = dataclasses.replace(selection, operation=of_cancel.id, since=since)
+        selection = dataclasses.replace(selection, cancelled_by=of_cancel.id, since=since)
     if name == "resend":
         selection = admin.changes.execution.resend_to(table, selection, options.to, options.rate, own=options.force)
         if unchecked := admin.topics.editing.check_destinations(table, [selection.to], otherwise=""):
@@ -175,7 +176,7 @@ def _selection(
 def _preview(
     table: "admin.rows.task_table.TaskTable",
     options: argparse.Namespace,
-    selection: "admin.tasks.selections.TaskSelection",
+    selection: TaskSelection,
 ) -> int:
     """Print what a dry run finds, or why there is nothing to change. Return 1 if a task would be refused."""
     found, at = admin.changes.chunks.preview(table, selection, options.command), selection.as_of
@@ -194,7 +195,7 @@ def _preview(
             f"{counted(found.overtaken, 'task')} would follow later tasks of their ordering keys, which were sent since"
         )
     if not found.tasks and not found.refused and selection.ids is None:
-        flags.explain_none(table, selection, options)
+        task_flags.explain_none(table, selection, options)
     return explain(options, options.command, found.refused)
 
 
@@ -207,14 +208,14 @@ def _groups(found: "admin.changes.chunks.Preview") -> Iterator[str]:
         yield "..."
 
 
-def _effect(options: argparse.Namespace, selection: "admin.tasks.selections.TaskSelection") -> str:
+def _effect(options: argparse.Namespace, selection: TaskSelection) -> str:
     return f"be published to {selection.to}" if selection.to else EFFECTS[options.command]
 
 
 def _confirm(
     table: "admin.rows.task_table.TaskTable",
     options: argparse.Namespace,
-    selection: "admin.tasks.selections.TaskSelection",
+    selection: TaskSelection,
     count: "admin.rows.backlog.Count",
 ) -> None:
     """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""

@@ -17,10 +17,10 @@ from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import MOMENT, matching, resolved, whole_number
 from outbox.table.states import CHANGED
-from outbox_admin import flags, operations
+from outbox_admin import operations, value_types
 from outbox_admin.changes import chunks, execution
 from outbox_admin.operations import Author, Operation
-from outbox_admin.tasks import selections
+from outbox_admin.tasks import selected
 from outbox_admin.tasks.lookup import Task
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import HOPELESS, address_of, command_of, is_hopeless, selection_of
@@ -79,7 +79,7 @@ class Action:
         if is_destructive:
             _check_typed(visit, count)
         # It also fails if Spanner no longer keeps the versions of the preview.
-        seen = selections.count(visit.console.table, selection, exact=is_destructive)
+        seen = selected.count(visit.console.table, selection, exact=is_destructive)
         if is_destructive and seen.number != count:
             raise Refused(400, "The number is not that of the preview", "Open the preview again.")
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
@@ -133,7 +133,7 @@ class Resend(Action):
     def begin(self, visit: Visit, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
         """See Action."""
         table, rate = visit.console.table, visit.form.get("rate", "").strip()
-        most = checked(flags.RATE, rate, "rate") if rate else None
+        most = checked(value_types.RATE, rate, "rate") if rate else None
         try:
             to, own = visit.form.get("to", "").strip(), "force" in visit.form
             selection = execution.resend_to(table, selection, to, most, own=own)

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from outbox.table.shared_sql import BY_ID, IN_ORDER, SEEK, at_now
 from outbox.table.shared_sql import by_ids as of_ids
 from outbox.table.states import CANCELLED, CONDITIONS, NO_SEQUENCE, RANGES
+from outbox_admin.tasks.selections import ENDED
 from outbox_admin.tasks.task_sql import (
-    ENDED,
     ERROR,
     ERROR_GROUP,
     SEQUENCE,

@@ -17,10 +17,9 @@ from outbox.rows.task_table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, T
 from outbox.table.states import LONG_AGO, NO_SEQUENCE
 from outbox_admin.changes import change_sql
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selections import (
+from outbox_admin.tasks.selected import (
     CHUNK,
     COUNT_TAG,
-    TaskSelection,
     count,
     previewed,
     read_at,
@@ -28,6 +27,7 @@ from outbox_admin.tasks.selections import (
     state_of,
     topics_of,
 )
+from outbox_admin.tasks.selections import ENDED, TaskSelection
 
 #: Task IDs that one query reads.
 PAGE = 20 * CHUNK
@@ -80,7 +80,7 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Previ
 
 def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
     statement = change_sql.grouped(state_of(selection), selection.names)
-    topics = [] if selection.state in task_sql.ENDED else topics_of(table, selection)
+    topics = [] if selection.state in ENDED else topics_of(table, selection)
     values = selection.values | {"topics": topics, "limit": GROUPS}
     groups = table.query(statement, COUNT_TAG, values, at=selection.as_of, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True).number
@@ -127,7 +127,7 @@ def chunks(
     if selection.ids is not None:
         yield from _chunks_of_ids(table, selection, done, limits)
         return
-    topics = [] if selection.state in task_sql.ENDED else topics_of(table, selection)
+    topics = [] if selection.state in ENDED else topics_of(table, selection)
     for shard in table.shards[done:]:
         values = selection.values | {"topics": topics, "shard": shard, "limit": PAGE}
         for place, ids in _chunks_of_shard(table, selection, values, after, limits):

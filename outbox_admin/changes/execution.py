@@ -39,7 +39,8 @@ from outbox_admin.changes.chunks import Chunk, chunks, in_order_of_keys, next_ch
 from outbox_admin.changes.resending import Message
 from outbox_admin.operations import IN_CHUNKS, NEWCOMER, OPERATIONS_TAG, UNNAMED, Author, Operation, Progress, found
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selections import ANY_UNSENT, Row, TaskSelection, previewed
+from outbox_admin.tasks.selected import Row, condition_of, previewed
+from outbox_admin.tasks.selections import ANY_UNSENT, TaskSelection
 
 #: Max bytes of the messages that a resend publishes in one chunk.
 CHUNK_BYTES = 8_000_000
@@ -284,7 +285,7 @@ class _Change:
     def _execute(self, chunk: Chunk, progress: Progress, transaction: Transaction) -> "_Done":
         # The tasks come first. A transaction that has locked something before is older than the claims of workers, and
         # would abort batches that may have published.
-        statement = task_sql.by_ids(self.selection.condition, lock=True)
+        statement = task_sql.by_ids(condition_of(self.selection), lock=True)
         ids = sorted(chunk.ids)  # so that two commands lock the rows in the same order
         found = transaction.query(statement, self.selection.values | {"ids": ids})
         rows = [_examined(self.name, Row(*row), chunk.seen) for row in found]
@@ -358,7 +359,7 @@ def _paced(chunks: Iterable[Chunk], rate: int | None) -> Iterator[Chunk]:
 def _publisher(table: TaskTable, selection: TaskSelection) -> Callable[[Sequence[str]], Outcome]:
     """Return a function that publishes those of some tasks that are still sent and selected. It raises as Send does."""
     send = resending.opened(table.pubsub, selection.to or "")
-    statement = change_sql.messages(selection.condition)
+    statement = change_sql.messages(condition_of(selection))
 
     def publish(ids: Sequence[str]) -> Outcome:
         rows = table.query(statement, "outbox-resend", selection.values | {"ids": ids}, seconds=SCAN_SECONDS)

@@ -24,7 +24,7 @@ from outbox.program.settings import one_of
 from outbox.program.terminal import Escaped, as_json, named, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
 from outbox.table.states import CANCELLED, STATES
-from outbox_admin import flags
+from outbox_admin import flags, value_types
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume,
@@ -99,14 +99,14 @@ def add(commands: Any) -> None:
     kind = one_of(*OPERATION_NAMES)
     text = "Only operations with this name: {}"
     flags.add(parser, "--operation", kind, text, metavar="NAME", choices=OPERATION_NAMES)
-    flags.add(parser, "--topic", flags.TOPIC, "Only operations whose selection names this topic", metavar="TOPIC")
+    flags.add(parser, "--topic", value_types.TOPIC, "Only operations whose selection names this topic", metavar="TOPIC")
     text = "Only operations by an account that contains this text, ignoring case"
-    flags.add(parser, "--principal", flags.TEXT, text, metavar="TEXT")
-    flags.add(parser, "--limit", flags.LIMIT, "Max operations: {} (default 20)", metavar="N", default=20)
+    flags.add(parser, "--principal", value_types.TEXT, text, metavar="TEXT")
+    flags.add(parser, "--limit", value_types.LIMIT, "Max operations: {} (default 20)", metavar="N", default=20)
     flags.switch(parser, "--json", "Print one JSON object per line instead of a table")
     actions = parser.add_subparsers(metavar="ACTION")
     continuing = flags.command(actions, "continue", "continue a stopped one", CONTINUE_DESCRIPTION, run_continue)
-    flags.add(continuing, "id", flags.ID, "The ID of the operation", metavar="ID")
+    flags.add(continuing, "id", value_types.ID, "The ID of the operation", metavar="ID")
     flags.switch(continuing, "--dry-run", "Only print the operation, and how far it is")
     # Without a default, because it would overwrite the flag before the word `continue`.
     continuing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print one JSON object.")
@@ -181,7 +181,7 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     """
     again = flags.command_line("operations continue", id, **flags.place(options))
     command = again if len(ids) <= admin.operations.RECORDED_IDS else "the same command again"
-    if total > admin.tasks.selections.CHUNK:
+    if total > admin.tasks.selected.CHUNK:
         note(f"if the process is killed, continue with: {command}")
     stop = functools.partial(admin.operations.stop, task_table, id, author)
     report = carry_out(outcomes, command, stop, total=total, verb=_verb(name))

@@ -1,4 +1,4 @@
-"""Which tasks: a selection, a list, one task with its message.
+"""Which tasks: a selection and its filters, a list, one task with its message.
 
 Modules are imported when they are first used.
 """
@@ -8,6 +8,6 @@ from typing import TYPE_CHECKING
 from outbox.base.start import importer
 
 if TYPE_CHECKING:
-    from outbox_admin.tasks import lookup, selections  # noqa: F401 - for the types of those that use the package
+    from outbox_admin.tasks import lookup, selected, selections  # noqa: F401 - for the types of those that use the package
 
-__getattr__ = importer(__name__, {"": "lookup selections"})
+__getattr__ = importer(__name__, {"": "lookup selected selections"})

@@ -23,7 +23,8 @@ from outbox.rows.task_table import SCAN_SECONDS, TaskTable
 from outbox.table import ddl
 from outbox.table.states import LONG_AGO, NEVER, UNSENT
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selections import CHUNK, TaskSelection
+from outbox_admin.tasks.selected import CHUNK
+from outbox_admin.tasks.selections import ENDED, TaskSelection
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt",
@@ -138,7 +139,7 @@ def find(
     reader = _Reader(table, selection, position, newest, limit + 1, at)
     unsent = [state for state in UNSENT if state in states]
     tasks, whole = reader.unsent(unsent) if unsent else ([], True)
-    tasks += [task for state in task_sql.ENDED if state in states for task in reader.ended(state)]
+    tasks += [task for state in ENDED if state in states for task in reader.ended(state)]
     tasks = sorted(tasks, key=_place, reverse=newest)
     page = tasks[:limit]
     return Page(

@@ -30,7 +30,9 @@ from outbox.program.terminal import (
     write,
 )
 from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
-from outbox_admin import flags
+from outbox_admin import flags, value_types
+from outbox_admin.tasks import task_flags
+from outbox_admin.tasks.selections import FILTERS, TaskSelection
 
 LIST_DESCRIPTION = """\
 List the tasks of some states, or all unsent tasks, sorted by SentAt, or
@@ -39,15 +41,15 @@ for the next page. Tasks that are sent or registered meanwhile do not shift the 
 --json prints one object per line.
 
 The command reads the index at LOW priority. Of each shard, topic and state it sorts the
-10,000 tasks that workers would send first, or fewer if there are many topics. With
---since, --until or --error it sorts up to 1,000,000 tasks of each state. It says so if
-there are more.
+10,000 tasks that workers would send first, or fewer if there are many topics. With a
+filter besides --topic it sorts up to 1,000,000 tasks of each state. It says so if there
+are more.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
     outbox list --state dead --state retrying --newest --limit 20 ...
     outbox list --state retrying --error NOT_FOUND --json ... | jq .id
-    outbox list --state cancelled --topic orders ..."""
+    outbox list --topic orders --ordering-key customer-7 ..."""
 SHOW_DESCRIPTION = """\
 Show one task with every column, and the message that subscribers receive.
 
@@ -71,22 +73,22 @@ def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
     text = "Only tasks in this state. The flag may be repeated"
-    flags.add_state(listing, STATES, text, action="append", dest="states", default=[])
-    flags.add_narrowing(listing)
+    task_flags.add_state(listing, STATES, text, action="append", dest="states", default=[])
+    task_flags.add_filters(listing, "list")
     order = listing.add_mutually_exclusive_group()
     text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone"
     flags.switch(order, "--newest", text, default=None)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
-    flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
-    flags.add(listing, "--limit", flags.LIMIT, "Max tasks: {} (default 100)", metavar="N", default=100)
+    flags.add(listing, "--after", value_types.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
+    flags.add(listing, "--limit", value_types.LIMIT, "Max tasks: {} (default 100)", metavar="N", default=100)
     flags.switch(listing, "--json", "Print one JSON object per line instead of a table")
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
-    flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
+    flags.add(showing, "ids", value_types.ID, f"Task ID. {task_flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
     flags.switch(form, "--json", "Print one JSON object. Binary data is in base64")
     flags.switch(form, "--raw", "Write only the bytes of the message data")
     tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
-    flags.add(tailing, "--topic", flags.TOPIC, flags.NARROWING["--topic"], metavar="TOPIC")
+    flags.add(tailing, "--topic", value_types.TOPIC, FILTERS["topic"].help, metavar="TOPIC")
     flags.add(tailing, "--since", MOMENT, "Start at this time instead of now. Allowed: {}", metavar="TIME")
     flags.switch(tailing, "--json", "Print one JSON object per line")
 
@@ -94,7 +96,7 @@ def add(commands: Any) -> None:
 def run_list(options: argparse.Namespace) -> None:
     """Print tasks. Raises SettingError, NotReached, OutboxError."""
     task_table, states = flags.open_table(options), options.states or UNSENT
-    selection = flags.selection(options, task_table.now())
+    selection = task_flags.selection(options, task_table.now())
     newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
     page = admin.tasks.lookup.find(
         task_table, states, selection, newest=newest, after=options.after, limit=options.limit
@@ -106,12 +108,12 @@ def run_list(options: argparse.Namespace) -> None:
         say(f"as of {shown(page.as_of)}", *_tables(page.tasks))
     if not page.tasks:
         say("No matching tasks.", stream=sys.stderr if options.json else sys.stdout)
-        flags.explain_none(task_table, selection, options)
+        task_flags.explain_none(task_table, selection, options)
     _note_holds(task_table, page.tasks, page.as_of)
     if page.next:
         note(f"more tasks match. Add --after {page.next} for the next page, or raise --limit")
     if not page.whole:
-        note("not all tasks were compared. Use --topic, --since, --until or --error to see others")
+        note("not all tasks were compared. Use a filter, such as --topic or --since, to see others")
 
 
 def _note_holds(
@@ -161,7 +163,7 @@ def _table(tasks: "Sequence[admin.tasks.lookup.Task]") -> str:
 def run_show(options: argparse.Namespace) -> None:
     """Print a task. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     task_table = flags.open_table(options)
-    [id] = flags.full_ids(task_table, options, options.ids)
+    [id] = task_flags.full_ids(task_table, options, options.ids)
     task = admin.tasks.lookup.task(task_table, id)
     if task is None:
         why = (
@@ -169,11 +171,11 @@ def run_show(options: argparse.Namespace) -> None:
             "(retention, `outbox purge`)"
         )
         # `full_ids` has said that a shorter prefix is too short.
-        raise OutboxError(f"task {id!r} does not exist{why if len(id) >= flags.MIN_PREFIX else ''}")
+        raise OutboxError(f"task {id!r} does not exist{why if len(id) >= task_flags.MIN_PREFIX else ''}")
     message = task.message
     data = task.columns["Data"] if message is None else message.data
-    as_retried = admin.tasks.selections.TaskSelection(ids=(id,))
-    if task.state == "blocked" and admin.tasks.selections.count(task_table, as_retried, exact=True).number:
+    as_retried = TaskSelection(ids=(id,))
+    if task.state == "blocked" and admin.tasks.selected.count(task_table, as_retried, exact=True).number:
         note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
     _note_holds(task_table, [task], task.as_of)
     if task.state == CANCELLED:
@@ -240,7 +242,7 @@ def _follow(task_table: "admin.rows.task_table.TaskTable", options: argparse.Nam
 
     now = task_table.now()
     since = now if options.since is None else resolved(options.since, now)
-    flags.check_window(since, now + timedelta(microseconds=1))
+    task_flags.check_window(since, now + timedelta(microseconds=1))
     note(f"following from {shown(since)}. Press Ctrl-C to stop")
     sent = SentTasks(task_table, Position(since), options.topic)
     for page in follow(sent.page, FOLLOW.first, "; no task will be missed"):

@@ -10,49 +10,35 @@ from outbox.base.values import shown
 from outbox.errors import SettingError
 from outbox.program.settings import MOMENT, one_of, resolved
 from outbox.table.states import STATES
-from outbox_admin import flags
-from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.tasks.selections import FILTERS, TaskSelection
+from outbox_admin.tasks.task_flags import check_window
+from outbox_admin.value_types import ID
 from outbox_admin.web.roles import Refused
 from outbox_admin.web.visits import Visit, checked
 
 #: The reasons of errors after which no retry can succeed, because they are about the message.
 HOPELESS = ("undecodable", "too_large")
-#: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
-TEXTS = {
-    "state": ("state", one_of(*STATES)),
-    "topic": ("topic", flags.TOPIC),
-    "error": ("error", flags.TEXT),
-    "key": ("ordering_key", flags.KEY),
-    "prefix": ("id_prefix", flags.ID),
-    "by": ("operation", flags.ID),
-}
-TIMES = ("since", "until")
 #: A time as people type it, which is in UTC as all times of the console.
 _TYPED = re.compile(r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?))?( ?UTC)?", re.ASCII)
-#: The fields that a person fills in.
-FILTERS = ("topic", *TIMES, "error", "key", "prefix", "by")
-#: The filters that a command has no flag for.
-_LACKING = dict.fromkeys(("retry", "cancel", "purge"), ("key", "prefix", "by")) | {
-    "list": ("key", "prefix", "by", "id"),
-    "restore": ("key", "prefix"),
-    "resend": ("error", "prefix", "by"),
-}
 
 
 def selection_of(query: QueryParams, now: datetime) -> TaskSelection:
     """Return the selection of an address. Relative times count from `now`. Raises Refused."""
-    texts = {field: checked(kind, query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)}
-    times: dict[str, Any] = {
-        name: resolved(checked(MOMENT, _with_offset(query[name].strip()), name), now)
-        for name in TIMES
-        if query.get(name)
-    }
+    state = checked(one_of(*STATES), query["state"], "state") if query.get("state") else None
+    given = {name: _value(name, query[name], now) for name in FILTERS if query.get(name)}
     try:
-        flags.check_window(times.get("since"), times.get("until", now))
+        check_window(given.get("since"), given.get("until", now))
     except SettingError as error:
         raise Refused(400, "The filter matches no task", str(error).removeprefix("--"), "since") from None
-    ids = tuple(dict.fromkeys(checked(flags.ID, id, "id") for id in query.getlist("id")))
-    return TaskSelection(**texts, **times, ids=ids or None, include_expired=bool(query.get("expired")))
+    ids = tuple(dict.fromkeys(checked(ID, id, "id") for id in query.getlist("id")))
+    return TaskSelection(state=state, ids=ids or None, include_expired=bool(query.get("expired")), **given)
+
+
+def _value(name: str, text: str, now: datetime) -> Any:
+    """Return the value of a filter."""
+    if (kind := FILTERS[name].kind) is not MOMENT:
+        return checked(kind, text, name)
+    return resolved(checked(kind, _with_offset(text.strip()), name), now)
 
 
 def _with_offset(text: str) -> str:
@@ -62,25 +48,27 @@ def _with_offset(text: str) -> str:
 
 def address_of(selection: TaskSelection) -> dict[str, Any]:
     """Return the query of the address of a selection, with absolute times."""
-    query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
-    times = {name: shown(time) if (time := getattr(selection, name)) else None for name in TIMES}
+    values = selection.values.items()
+    given = {name: shown(value) if isinstance(value, datetime) else value for name, value in values}
     more = {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
-    return query | times | more | ({} if selection.state in STATES else {"state": None})
+    return given | more | {"state": selection.state if selection.state in STATES else None}
 
 
 def command_of(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
-    """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
-    query = address_of(selection)
-    if any(query[each] for each in _LACKING[name]):
+    """Return the command that acts on the same tasks, or None if it does not have all filters of the selection."""
+    query, filters, arguments = address_of(selection), {*selection.values}, list(selection.ids or ())
+    if of_cancel := name == "restore" and selection.cancelled_by:
+        filters, arguments = filters - {"cancelled_by"}, [of_cancel]
+    if any(name not in FILTERS[each].commands for each in filters) or (name == "list" and arguments):
         return None
-    flags: dict[str, object] = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
+    given: dict[str, object] = {each: query[each] for each in FILTERS if each in filters}
     if name == "resend":
-        flags |= {"state": None, "ordering_key": query["key"], "to": "TOPIC"}
-    elif query["by"]:
-        flags["state"] = None
+        given["to"] = "TOPIC"
+    elif not of_cancel:
+        given["state"] = query["state"]
     if name == "retry":
-        flags["include_expired"] = selection.include_expired
-    return visit.command(name, *([query["by"]] if query["by"] else query["id"]), **flags, **more)
+        given["include_expired"] = selection.include_expired
+    return visit.command(name, *arguments, **given, **more)
 
 
 def is_hopeless(error: str | None) -> bool:

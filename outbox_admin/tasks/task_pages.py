@@ -14,12 +14,12 @@ from outbox.errors import OutboxError
 from outbox.registration import APPLICATION
 from outbox.table.states import CANCELLED, is_dead
 from outbox_admin import operations
-from outbox_admin.flags import MIN_PREFIX
 from outbox_admin.operations import Operation
 from outbox_admin.tasks import lookup
 from outbox_admin.tasks.lookup import SHOWN_BYTES, Task, readable
-from outbox_admin.tasks.selections import TaskSelection
-from outbox_admin.tasks.task_filters import FILTERS, command_of, is_hopeless, selection_of
+from outbox_admin.tasks.selections import FILTERS, TaskSelection
+from outbox_admin.tasks.task_filters import command_of, is_hopeless, selection_of
+from outbox_admin.tasks.task_flags import MIN_PREFIX
 from outbox_admin.web.roles import Refused, Role
 from outbox_admin.web.visits import Route, Visit, Work, render
 
@@ -66,6 +66,7 @@ def show(visit: Visit) -> Response:
         state=state,
         order=order,
         is_followed=is_followed,
+        fields=FILTERS,
         filters={name: query[name] for name in FILTERS if query.get(name)},
         actions=[each for each in visit.console.actions if state in each.states],
         command=command,

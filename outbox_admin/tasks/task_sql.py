@@ -23,6 +23,7 @@ from outbox.table.shared_sql import (
 )
 from outbox.table.shared_sql import by_ids as of_ids
 from outbox.table.states import CANCELLED, CONDITIONS, FIRST_DUE_SQL, LATER_SQL, NO_SEQUENCE, RANGES, STATE_SQL
+from outbox_admin.tasks.selections import ENDED, FILTERS
 
 #: UUIDs, and words with a digit: numbers, IDs, times and addresses. Errors that differ only in them are of one group.
 #: The reason at the beginning of LastError has none, so errors of different reasons never are. Python and Spanner read
@@ -54,28 +55,15 @@ def error_group(error: str | None) -> str:
     return re.sub(_IDS, "#", (error or "").split("\n")[0], flags=re.ASCII)[:_CHARACTERS]
 
 
-#: The states of tasks that are in the order of SentAt, and in no range of a topic.
-ENDED = ("sent", CANCELLED)
 #: The state of a cancelled task whose SentAt another program has set to NULL. No worker publishes it.
 MADE_UNSENT = "cancelled_and_made_unsent"
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:
-    """Return the conditions in `names`, which are names of parameters, or `unexpired`. Each begins with AND.
-
-    `since` and `until` are compared with SentAt of sent and cancelled tasks, and with CreatedAt of others.
-    """
+    """Return the conditions in `names`, which are names of filters, or `unexpired`. Each begins with AND."""
     time = "SentAt" if state in ENDED else "CreatedAt" if state else "COALESCE(SentAt, CreatedAt)"
-    conditions = {
-        "topic": "Topic = @topic",
-        "since": f"{time} >= @since",
-        "until": f"{time} < @until",
-        "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
-        "ordering_key": "OrderingKey = @ordering_key AND OrderingKey IS NOT NULL",
-        "id_prefix": "STARTS_WITH(Id, @id_prefix)",
-        "operation": "CancelledBy = @operation",
-        "unexpired": f"NOT {_IS_EXPIRED}",
-    }
+    conditions = {name: each.condition.format(time=time) for name, each in FILTERS.items()}
+    conditions["unexpired"] = f"NOT {_IS_EXPIRED}"
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
 
 
@@ -122,7 +110,7 @@ def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
 
     The rows are limited, and the condition follows the limit, so a read ends however few rows match.
     """
-    of_key = " AND OrderingKey = @ordering_key AND OrderingKey IS NOT NULL" if "ordering_key" in names else ""
+    of_key = f" AND {FILTERS['ordering_key'].condition}" if "ordering_key" in names else ""
     parts = [(LATER_SQL if LATER_SQL in range_ else range_, range_) for range_ in _RANGES[state]]
     return [
         (
@@ -139,8 +127,8 @@ def listed_unsent(states: Collection[str], columns: str, names: Collection[str],
     The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
     """
     direction = " DESC" if newest else ""
-    more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
-    narrowing = [column for name, column in more.items() if name in names]
+    more = {name: each.columns for name, each in FILTERS.items()} | {"unexpired": "SentAt, ExpiresAt"}
+    narrowing = [more[name] for name in sorted(names) if more[name]]
     compared_columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(

@@ -22,7 +22,7 @@ from outbox.table.controls import COLUMNS, FIELDS, NO_CONTROLS, TABLE, TopicCont
 from outbox.table.states import UNSENT
 from outbox_admin import operations
 from outbox_admin.operations import UNNAMED, Author
-from outbox_admin.tasks import selections
+from outbox_admin.tasks import selected
 from outbox_admin.tasks.selections import TaskSelection
 
 _TAG = "outbox-topics"
@@ -86,7 +86,7 @@ def _unsent(table: TaskTable, topics: Sequence[str], *, exact: bool) -> Count:
     """Return the number of unsent tasks of some topics, of all states."""
     now = table.now()
     wanted = (TaskSelection(state=state, topic=topic, as_of=now) for topic, state in itertools.product(topics, UNSENT))
-    counts = [selections.count(table, each, exact=exact) for each in wanted]
+    counts = [selected.count(table, each, exact=exact) for each in wanted]
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 

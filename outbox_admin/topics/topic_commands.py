@@ -12,7 +12,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
 from outbox.program.terminal import CONFIRM_ABOVE, Escaped, as_json, by_field, confirm, escaped, named, note, say
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
-from outbox_admin import flags
+from outbox_admin import flags, value_types
 from outbox_admin.status.status_commands import fields, listing, read_noted
 
 PAUSE_DESCRIPTION = """\
@@ -90,7 +90,7 @@ def add(commands: Any) -> None:
     applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
 
     for parser, count in ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1)):
-        flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
+        flags.add(parser, "topics", value_types.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind) in VALUES.items():
         flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar="N", dest=name)
     field = one_of(*NAMES)
@@ -277,8 +277,8 @@ def parsed(value: Any) -> dict[str, TopicControls]:
     wrong: list[str] = []
     controls: dict[str, TopicControls] = {}
     for topic, given in value["topics"].items():
-        if not re.fullmatch(flags.TOPIC.pattern, topic):
-            wrong.append(f"topics.{topic:.100} is no topic. It must be {flags.TOPIC.allowed}")
+        if not re.fullmatch(value_types.TOPIC.pattern, topic):
+            wrong.append(f"topics.{topic:.100} is no topic. It must be {value_types.TOPIC.allowed}")
         if not isinstance(given, dict):
             wrong.append(f"topics.{topic:.100} must be an object")
             continue

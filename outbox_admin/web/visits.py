@@ -45,12 +45,13 @@ from outbox.program.terminal import cell
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import LEFT_TO_SEND
 from outbox_admin import operations
-from outbox_admin.flags import TEXT, command_line
+from outbox_admin.flags import command_line
 from outbox_admin.operations import Author, Operation
 from outbox_admin.status import charts, last_hour, live_workers, problems
 from outbox_admin.status.last_hour import History
 from outbox_admin.status.live_workers import runs
 from outbox_admin.tasks.lookup import Task
+from outbox_admin.value_types import TEXT
 from outbox_admin.web.roles import Refused, Role
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
@@ -256,10 +257,10 @@ class Visit:
             raise Refused(400, "A reason is required", "Write why. The record of operations keeps it.", "reason")
         return Author(self.person, checked(TEXT, reason, "reason") if reason else None)
 
-    def command(self, name: str, *arguments: object, **flags: object) -> str:
-        """Return the `outbox` command that does the same. `flags` that are None or False are left out."""
+    def command(self, name: str, *arguments: object, **given: object) -> str:
+        """Return the `outbox` command that does the same. Flags whose `given` values are None or False are left out."""
         _, project, _, instance, _, database = self.console.table.name.split("/")
-        return command_line(name, *arguments, project=project, instance=instance, database=database, **flags)
+        return command_line(name, *arguments, project=project, instance=instance, database=database, **given)
 
 
 Handler = Callable[[Visit], Response]

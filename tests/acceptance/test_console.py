@@ -412,7 +412,7 @@ def test_forms_send_every_character(database: Database, browser: Browser, script
     ids = ["a\nb", "a\r\nb", "\ra", "a\x00b", "ü%0A&id=x+y", " \t"]
     insert(database, [row(id, AvailableAt=NEVER, OrderingKey="k\n1") for id in ids])
     with gated_console(opened(database)) as gate, tab(browser, gate.address, java_script_enabled=script) as page:
-        page.goto("/tasks?state=dead&key=k%0A1&topic=nowhere")
+        page.goto("/tasks?state=dead&ordering_key=k%0A1&topic=nowhere")
         page.get_by_label("Topic").fill("orders")
         page.get_by_role("button", name="Filter").click()
         expect(page.get_by_role("checkbox")).to_have_count(len(ids))

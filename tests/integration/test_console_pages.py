@@ -240,7 +240,9 @@ def test_search_finds_a_task_by_its_id_and_a_key(database: Database, jane: TestC
 
 
 ID = "00000000-0000-0000-0000-000000000001"
-FILTERS = ("topic=orders", "key=k", "error=x", "prefix=pen", "since=9d&until=1s", "topic=orders&order=oldest")
+FILTERS = (
+    "topic=orders", "ordering_key=k", "error=x", "id_prefix=pen", "since=9d&until=1s", "topic=orders&order=oldest",
+)  # fmt: skip
 BOUNDED = (
     "/", "/signed-in", "/topic?name=orders", "/topic/controls?name=orders&rate=5&burst=5", "/blocked",
     "/workers", "/operations", f"/operation?id={ID}", "/tasks",
@@ -254,7 +256,7 @@ BOUNDED = (
 ACTIONS = ("/tasks/retry?state=dead", "/tasks/cancel?state=pending", "/tasks/purge?state=sent")
 EXACT = ("/topic/controls?name=orders&unset=route", *ACTIONS)
 #: They read the sent tasks of growing windows of time until they have found enough.
-WINDOWS = tuple(f"/tasks?state=sent&{more}" for more in FILTERS if more.startswith(("topic", "error", "prefix")))
+WINDOWS = tuple(f"/tasks?state=sent&{more}" for more in FILTERS if more.startswith(("topic", "error", "id_prefix")))
 
 
 def fill(database: Database) -> None:

@@ -17,7 +17,7 @@ from outbox.table.states import NEVER
 from outbox_admin import operations
 from outbox_admin.changes import execution, running
 from outbox_admin.operations import Author
-from outbox_admin.tasks import selections, task_pages
+from outbox_admin.tasks import selected, task_pages
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
 from outbox_admin.web import visits
@@ -123,7 +123,7 @@ def test_a_person_stops_and_continues_an_operation(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """In another console than the one that executes it, as after a crash. The pages show the progress."""
-    monkeypatch.setattr(selections, "CHUNK", 2)
+    monkeypatch.setattr(selected, "CHUNK", 2)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(20)])
     jane, john = console(database), console(database, person="john@example.com")
     execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane@example.com", "why"), id=ID, selected=20)
@@ -167,7 +167,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     """Meanwhile the pages say so, and keep the last figures with their age. No task is changed twice."""
     monkeypatch.setattr(running, "OPERATION", Schedule(0.05, 0.05))
     monkeypatch.setattr(visits, "FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(selections, "CHUNK", 1)
+    monkeypatch.setattr(selected, "CHUNK", 1)
     insert(database, [row(f"{n:02}", **DEAD) for n in range(10)])
     jane = console(database)
     assert jane.get("/operations").status_code == 200
@@ -195,7 +195,7 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
     insert(database, [row(f"t{n}", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=n)) for n in range(5)])
     insert(database, [row("t5", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=5), ExpiresAt=PAST)])
     insert(database, [row("other", **DEAD), row("sent", SentAt=PAST)])
-    address, seen = "/tasks?state=dead&key=k&order=oldest", list[str]()
+    address, seen = "/tasks?state=dead&ordering_key=k&order=oldest", list[str]()
     while address:
         page = jane.get(address).text
         seen += listed(page)
@@ -204,8 +204,8 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
     assert seen == ["t0", "t1", "t2", "t3", "t4", "t5"]
     [checked] = re.findall(r'href="([^"]+)">Select this page', page)
     assert re.findall(r'value="id=(\w+)"[^>]* checked>', jane.get(html.unescape(checked)).text) == ["t4", "t5"]
-    assert "No command has the filters" in jane.get("/tasks?state=dead&key=k").text
-    assert "No dead task matches the filter" in jane.get("/tasks?state=dead&prefix=zz").text
+    assert "does not have all of these filters" in jane.get("/tasks?state=dead&id_prefix=t").text
+    assert "No dead task matches the filter" in jane.get("/tasks?state=dead&id_prefix=zz").text
     assert listed(jane.get("/tasks?state=sent&since=2026-01-01T00:00:00Z").text) == ["sent"]
 
 

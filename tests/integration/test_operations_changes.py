@@ -20,7 +20,7 @@ from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, NEVER, UNSENT
 from outbox_admin import operations
 from outbox_admin.changes import change_sql, chunks, execution
 from outbox_admin.operations import Author
-from outbox_admin.tasks import lookup, selections, task_sql
+from outbox_admin.tasks import lookup, selected, selections, task_sql
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import address_of
 from outbox_admin.topics import editing
@@ -217,16 +217,16 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
         insert(database, [row(f"{state} {n}", **STATES[state], OrderingKey="one shard") for n in range(15)])
     insert(database, [row(f"pending {n}", AvailableAt=(None, PAST)[n % 2]) for n in range(15)])
     for state in (*limited, "pending"):
-        assert selections.count(table, TaskSelection(state=state), exact=False) == Count(15)
-        assert selections.count(table, TaskSelection(state=state, topic="other"), exact=True) == Count(0)
+        assert selected.count(table, TaskSelection(state=state), exact=False) == Count(15)
+        assert selected.count(table, TaskSelection(state=state, topic="other"), exact=True) == Count(0)
     ids = tuple(f"{state} {n}" for state in (*limited, "pending") for n in range(15))
-    assert selections.count(table, TaskSelection(ids=(*ids, "missing")), exact=False) == Count(60)
-    assert selections.count(table, TaskSelection(ids=ids, state="dead"), exact=False) == Count(15)
+    assert selected.count(table, TaskSelection(ids=(*ids, "missing")), exact=False) == Count(60)
+    assert selected.count(table, TaskSelection(ids=ids, state="dead"), exact=False) == Count(15)
     for name in ("MAX_TOTAL", "COUNT_LIMIT", "MIN_COUNT_LIMIT"):
         monkeypatch.setattr(backlog, name, 10)
     for state in limited:
-        assert selections.count(table, TaskSelection(state=state), exact=False) == Count(10, at_least=True)
-        assert selections.count(table, TaskSelection(state=state), exact=True) == Count(15)
+        assert selected.count(table, TaskSelection(state=state), exact=False) == Count(10, at_least=True)
+        assert selected.count(table, TaskSelection(state=state), exact=True) == Count(15)
     assert str(Count(1)) == "1 task"
     assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"
 
@@ -307,7 +307,7 @@ def cancel(table: TaskTable, *ids: str) -> str:
 
 
 def restore(table: TaskTable, operation: str | None = None, ids: Sequence[str] | None = None) -> list[str]:
-    selection = TaskSelection(state=CANCELLED, operation=operation, ids=ids and tuple(ids))
+    selection = TaskSelection(state=CANCELLED, cancelled_by=operation, ids=ids and tuple(ids))
     return changed(execution.change(table, "restore", selection))
 
 
@@ -352,7 +352,7 @@ def test_what_the_preview_counted_and_the_change_leaves_out_is_an_error(
     insert(database, [row(f"{n}", **STATES["dead" if name == "retry" else "sent"]) for n in range(5)])
     if name == "restore":
         update_rows(database, CancelledBy="an operation")
-    counted = selections.count
+    counted = selected.count
 
     def count(*arguments: Any, **options: Any) -> Count:
         found = counted(*arguments, **options)
@@ -360,7 +360,7 @@ def test_what_the_preview_counted_and_the_change_leaves_out_is_an_error(
         update(database, "3", SentAt=None, CancelledBy=None, AvailableAt=None)
         return found
 
-    monkeypatch.setattr(selections, "count", count)
+    monkeypatch.setattr(selected, "count", count)
     if name == "resend":
         monkeypatch.setattr("outbox_admin.changes.resending.opened", lambda *_: lambda _messages: {})
         monkeypatch.setattr(editing, "check_destinations", lambda *_, **__: None)
@@ -389,7 +389,7 @@ def test_a_dry_run_counts_the_tasks_that_later_ones_have_overtaken(database: Dat
     for sent in ("overtaken 2", "earlier 0", "invoices other 1", "s 2"):
         update(database, sent, SentAt=COMMIT_TIMESTAMP)
     for selection in (
-        TaskSelection(state=CANCELLED, operation=id),
+        TaskSelection(state=CANCELLED, cancelled_by=id),
         of_ids("overtaken 0", "overtaken 1", "before 0", "s 1", state=CANCELLED),
     ):
         assert chunks.preview(table, selection, "restore").overtaken == 3
@@ -415,7 +415,7 @@ def test_a_retry_releases_a_deferred_task_unless_its_head_waits(
     insert(database, [row("task", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")])
     insert(database, [row("head", **{"OrderingKey": "k", **head})] if head is not None else [])
     selection = TaskSelection(ids=("task",))
-    assert selections.count(table, selection, exact=True).number == retried
+    assert selected.count(table, selection, exact=True).number == retried
     assert changed(execution.change(table, "retry", selection)) == ["task"] * retried
     assert (rows_of(database)["task"]["BlockedBy"] is None) == retried
 
@@ -448,12 +448,12 @@ def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: 
     assert (sorted(found), set(found[:4])) == (list("0123456"), set("3456"))
     for more, expected in (
         ({"topic": "bills"}, "135"), ({"ordering_key": "l"}, ""), ({"error": "X", "id_prefix": "2"}, "2"),
-        ({"operation": first}, "012"), ({"since": table.now()}, ""),
+        ({"cancelled_by": first}, "012"), ({"since": table.now()}, ""),
     ):  # fmt: skip
         selection = TaskSelection(state=CANCELLED, **more)  # type: ignore[arg-type]  # of several types
         listed = lookup.find(table, [CANCELLED], selection).tasks
         assert sorted(each.columns["Id"] for each in listed) == list(expected)
-        assert selections.count(table, selection, exact=True).number == len(expected)
+        assert selected.count(table, selection, exact=True).number == len(expected)
     both = lookup.find(table, [CANCELLED, "pending"], newest=False).tasks
     assert [each.state for each in both] == ["pending"] + [CANCELLED] * 7
     shown = lookup.task(table, "3")

@@ -27,10 +27,10 @@ from outbox.reading import Position, SentTasks
 from outbox.rows import backlog
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER, STATES, UNSENT
-from outbox_admin.flags import TEXT
 from outbox_admin.tasks import lookup
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import address_of
+from outbox_admin.value_types import TEXT
 from outbox_admin.web import visits
 from tests.support.commands import Commands, selecting
 from tests.support.console import console
@@ -214,7 +214,7 @@ def by_function(_command: Commands, caller: TestClient, selection: TaskSelection
 
 def by_command(command: Commands, _caller: TestClient, selection: TaskSelection) -> list[str] | None:
     """Return None if no flag selects these tasks."""
-    if selection.ordering_key or selection.id_prefix:
+    if selection.id_prefix:
         return None
     return [task["id"] for task in command.objects("list", "--json", "--oldest", *selecting(selection))]
 

@@ -20,7 +20,7 @@ from outbox.table.states import CANCELLED, NEVER, STATES
 from outbox_admin import operations
 from outbox_admin.changes import chunks, execution
 from outbox_admin.status import live_workers
-from outbox_admin.tasks import lookup, selections
+from outbox_admin.tasks import lookup, selected
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
 from publishworker.spanner.grants import verify_grants
@@ -149,7 +149,7 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     lookup.find(table, [CANCELLED]), lookup.task(table, "none", data=False)
     chunks.preview(table, TaskSelection(state=CANCELLED), "restore")
     lookup.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
-    selections.count(table, TaskSelection(ids=("dead",)), exact=True)
+    selected.count(table, TaskSelection(ids=("dead",)), exact=True)
     live_workers.shards_without_worker(table, [], table.now())
     found = lookup.task(table, "dead", data=False)
     assert found

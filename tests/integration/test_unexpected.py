@@ -31,7 +31,7 @@ from outbox_admin import operations
 from outbox_admin.changes import execution
 from outbox_admin.schema import reshard
 from outbox_admin.status import last_hour, live_workers
-from outbox_admin.tasks import lookup, selections
+from outbox_admin.tasks import lookup, selected
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
 from publishworker.spanner.store import SpannerStore
@@ -57,7 +57,7 @@ def fill(database: Database) -> None:
     insert(database, [row(str(n), **each) for n, each in enumerate(every)])
 
 
-def selected(state: str) -> TaskSelection:
+def of_state(state: str) -> TaskSelection:
     return TaskSelection(state=state, until=FUTURE)
 
 
@@ -67,10 +67,10 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "list": lookup.find,
     "show": lambda table: lookup.task(table, "0"),
     "tail": lambda table: SentTasks(table, Position(PAST), None).page(),
-    "count": lambda table: selections.count(table, selected("dead"), exact=True),
-    "retry": lambda table: list(execution.change(table, "retry", selected("dead"))),
+    "count": lambda table: selected.count(table, of_state("dead"), exact=True),
+    "retry": lambda table: list(execution.change(table, "retry", of_state("dead"))),
     "retry ids": lambda table: list(execution.change(table, "retry", TaskSelection(ids=("1",)))),
-    "purge": lambda table: list(execution.change(table, "purge", selected("sent"))),
+    "purge": lambda table: list(execution.change(table, "purge", of_state("sent"))),
     "cancel": lambda table: list(execution.change(table, "cancel", TaskSelection(state="unsent", ids=("1",)))),
     "waiting topics": lambda table: editing.waiting(table, ["orders"]),
     "pause": lambda table: editing.change(table, "pause", ["orders"], {"paused": True}),

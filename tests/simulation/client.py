@@ -21,7 +21,8 @@ from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, NO_SEQUENCE, TABLE, first_due, is_dead
 from outbox_admin.changes import change_sql
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selections import Row, TaskSelection
+from outbox_admin.tasks.selected import Row
+from outbox_admin.tasks.selections import TaskSelection
 from publishworker.types import TopicKey
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
@@ -60,7 +61,7 @@ def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
     at = row.created_at if row.sent_at is None else row.sent_at
     is_of_state = state_of(row, now) == selection.state
     if selection.state == CANCELLED:
-        is_of_state = row.cancelled_by is not None and selection.operation in (None, row.cancelled_by)
+        is_of_state = row.cancelled_by is not None and selection.cancelled_by in (None, row.cancelled_by)
     return (
         is_of_state
         and selection.topic in (None, row.topic)

@@ -227,7 +227,7 @@ class Operators:
         """As `outbox restore` of a cancel, which may still be running: the tasks that it has cancelled so far."""
         found = [*dict.fromkeys(row.cancelled_by for row in self.table.rows.values() if row.cancelled_by)]
         if found:
-            selection = TaskSelection(state=CANCELLED, operation=random.choice(found), as_of=self.table.time())
+            selection = TaskSelection(state=CANCELLED, cancelled_by=random.choice(found), as_of=self.table.time())
             commands = Commands(self.spanner, self.audit, selection)
             for _ in execution.change(commands, "restore", selection):
                 self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))

@@ -16,7 +16,7 @@ from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import INDEXES, Layout
 from outbox_admin.changes import chunks
 from outbox_admin.schema.reshard import POLLED, RETIRED, Snapshot, next_step
-from outbox_admin.tasks import selections
+from outbox_admin.tasks import selected
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -401,7 +401,7 @@ def quiet() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("publishworker", "outbox"):
             stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
-        stack.enter_context(mock.patch.object(selections, "CHUNK", CHUNK))
+        stack.enter_context(mock.patch.object(selected, "CHUNK", CHUNK))
         stack.enter_context(mock.patch.multiple(chunks, CHUNK=CHUNK, PAGE=2 * CHUNK))
         yield
 

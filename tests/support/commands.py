@@ -30,6 +30,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
 from outbox_admin import cli
 from outbox_admin.tasks.selections import TaskSelection
+from outbox_admin.tasks.task_flags import flag_of
 from tests.support import fork_server, operations, real
 from tests.support.operations import Row
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
@@ -169,9 +170,9 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
 
 def selecting(selection: TaskSelection) -> list[str]:
     """Return the words of a command that select these tasks."""
-    given = {name: getattr(selection, name) for name in ("state", "topic", "error", "since", "until")}
+    given = {"state": selection.state} | selection.values
     texts = {name: shown(value) if isinstance(value, datetime) else value for name, value in given.items() if value}
-    return [*(selection.ids or ()), *(f"--{name}={text}" for name, text in texts.items())]
+    return [*(selection.ids or ()), *(f"{flag_of(name)}={text}" for name, text in texts.items())]
 
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:

@@ -29,9 +29,9 @@ from outbox.reading import Page, Position, SentTasks
 from outbox_admin import cli
 from outbox_admin.changes import operation_commands
 from outbox_admin.changes.execution import Outcome
-from outbox_admin.flags import full_ids, ids, selection
 from outbox_admin.status import last_hour, status_commands
 from outbox_admin.tasks import task_commands
+from outbox_admin.tasks.task_flags import full_ids, ids, selection
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as publishworker
 from tests.support.commands import here

@@ -53,7 +53,8 @@ def test_relative_times_count_from_now_and_empty_fields_do_not_narrow() -> None:
     assert read({"since": " 2h ", "until": "", "topic": "", "id": ["a", "a"]}) == TaskSelection(
         since=NOW - timedelta(hours=2), ids=("a",), include_expired=False
     )
-    for wrong in ({"since": "soon"}, {"topic": "x" * 401}, {"id": "x" * 65}, {"key": "x" * 1_025}, {"state": "gone"}):
+    too_long = ({"topic": "x" * 401}, {"id": "x" * 65}, {"ordering_key": "x" * 1_025})
+    for wrong in ({"since": "soon"}, *too_long, {"state": "gone"}):
         with pytest.raises(Refused) as refused:
             read(wrong)
         assert refused.value.field == next(iter(wrong))
@@ -113,7 +114,7 @@ def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: Ta
 
 ONE_FILTER: dict[str, Any] = {
     "topic": "t", "since": NOW, "until": NOW, "error": "e", "ordering_key": "k", "id_prefix": "p", "ids": ("i",),
-    "operation": "o",
+    "cancelled_by": "o",
 }  # fmt: skip
 
 

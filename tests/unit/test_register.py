@@ -224,7 +224,17 @@ def test_a_new_task_is_one_read_by_key_and_one_insert() -> None:
     assert (keys, plain.reads) == ([["t"]], [])
     assert (sent["request_options"], sent["timeout"]) == ({"request_tag": "outbox-register-once"}, 30)
     assert transaction.tasks == plain.tasks
-    assert [each[:2] for each in transaction.inserts] == [("AsynchronousTasks", registration.COLUMNS)]
+
+
+def test_a_new_task_has_the_columns_in_use_as_one_of_register() -> None:
+    """So an application that is older than the grant of a column registers in both ways, or in none."""
+    unused = {"OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce"}
+    for options, expected in (({}, unused), ({"ordering_key": "k"}, unused - {"OrderingKey"})):
+        once, plain = Recorded(), Recorded()
+        assert outbox.register_once(once, "orders", b"", task_id="t", **options)
+        outbox.register(plain, "orders", b"", task_id="t", **options)
+        for [(table, columns, _)] in (once.inserts, plain.inserts):
+            assert (table, {*registration.COLUMNS} - {*columns}) == ("AsynchronousTasks", expected)
 
 
 @pytest.mark.parametrize("function", [outbox.register_once, aio.register_once])
