@@ -25,9 +25,9 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
-#: Max characters that are read of an error, a name, a reason or a position, and of an Info, which has at most 12 kB.
+#: Max characters that are read of an error, a name, a reason or a position, and of an Info, which has at most 6 kB.
 #: Max rows of workers, those with the last heartbeats first.
-MAX_TEXT, MAX_INFO, MAX_WORKERS = 1_000, 16_000, 1_000
+MAX_TEXT, MAX_INFO, MAX_WORKERS = 1_000, 8_000, 1_000
 
 
 def at_most(column: str, characters: int = MAX_TEXT) -> str:

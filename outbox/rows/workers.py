@@ -24,8 +24,8 @@ WORKERS_TAG = "outbox-workers"
 TAKE_OVER = timedelta(minutes=1)
 #: Max characters of the Infos of all workers together: 150 of the largest, or many more usual ones. As Python values,
 #: they take up to 20 times as much. Max items of a list or an object in an Info, and of what is found in all of them,
-#: and max circuits of a worker, which have at most 4 kB.
-MAX_INFOS, MAX_ITEMS, MAX_CIRCUITS = 2_000_000, 400, 50
+#: and max circuits of a worker, which have at most 2.5 kB.
+MAX_INFOS, MAX_ITEMS, MAX_CIRCUITS = 1_000_000, 400, 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -152,17 +152,16 @@ class Chart:
 def of_topic(frame: Frame, topic: str | None) -> list[Chart]:
     """Return the charts of a topic, or of all."""
     history = frame.history
-    low, high = history.latency(topic)
     counts = {"registered": history.registered(topic), "published": history.published(topic)}
     pending = {"pending": history.pending(topic)} if topic is not None else by_topic(history)
     charts = [
         Chart(frame, "line", "Registered and published per minute", counts),
         Chart(frame, "area", "Pending" if topic is not None else "Pending by topic", pending, is_backlog=True),
         Chart(frame, "line", "Age of the oldest task", {"oldest": history.oldest(topic)}, True, True),
-        Chart(frame, "line", "Latency", {"p50": low, "p95": high}, is_duration=True),
+        Chart(frame, "bars", "Failed attempts", {"failed": history.failed(topic)}),
     ]
-    failed = history.failed(topic)
-    return [*charts, Chart(frame, "bars", "Failed attempts by reason", failed)] if failed else charts
+    latency = Chart(frame, "line", "Latency of the slowest worker", {"p95": history.latency()}, is_duration=True)
+    return charts if topic is not None else [*charts, latency]
 
 
 def by_topic(history: History) -> dict[str, Values]:
@@ -178,15 +177,9 @@ def by_topic(history: History) -> dict[str, Values]:
     return named | ({OTHERS: rest} if any(rest) or not shown else {})
 
 
-def failed_last_minute(history: History, topic: str, error: str) -> str:
-    """Return the failed attempts in the last whole minute with the reason at the beginning of an error."""
-    none = [each and 0 for each in history.published(topic)]  # where workers have counted
-    return latest(history.failed(topic).get(error.partition(":")[0], none), "{:,.0f}".format)
-
-
-def spark(values: Values, top: float | None = None) -> str:
+def spark(values: Values) -> str:
     """Return the path of a line without axes, 10 units a minute wide and 100 high."""
-    return _line(joined(values), top or max(filter(None, values), default=1))
+    return _line(joined(values), max(filter(None, values), default=1))
 
 
 def titled(operation: Operation) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from outbox.errors import OutboxError
@@ -19,8 +19,8 @@ from outbox.table.states import UNSENT
 
 #: The age of the oldest versions that the first read asks for, and its steps. Spanner keeps versions for an hour.
 OLDEST, STEP = timedelta(minutes=55), timedelta(minutes=5)
-#: Max topics of one sample, topics and reasons of all workers, and workers that left.
-TOPICS, MAX_TOPICS, MAX_REASONS, MAX_LEFT = 50, 1_000, 20, 200
+#: Max topics of one sample, topics of all workers, and workers that left.
+TOPICS, MAX_TOPICS, MAX_LEFT = 50, 1_000, 200
 #: Minutes until a count is whole everywhere, and those between two values that belong together: workers count a large
 #: backlog every few minutes. A value that is older says nothing about now.
 WHOLE, JOINED = 2, 5
@@ -96,20 +96,15 @@ class History:
         """Return the numbers of published tasks."""
         return self._counted(topic, "published")
 
-    def failed(self, topic: str | None = None) -> dict[str, Values]:
-        """Return the numbers of failed attempts by reason."""
-        names = {name for each in self._histories for name in _series(each, topic) if name.startswith(":")}
-        return {name.removeprefix(":"): self._counted(topic, name) for name in sorted(names)[:MAX_REASONS]}
+    def failed(self, topic: str | None = None) -> Values:
+        """Return the numbers of failed attempts."""
+        return self._counted(topic, "failed")
 
-    def latency(self, topic: str | None = None) -> tuple[Values, Values]:
-        """Return the latencies in seconds that half of the tasks, and 95 % of them, did not exceed.
-
-        Those of several workers are estimates: as if half of the tasks of a worker had taken its first figure, and the
-        others its second one.
-        """
-        columns = (zip(*self._values(each, topic, "p50", "p95", "published"), strict=True) for each in self._histories)
-        pairs = [_quantiles(each) for each in zip(*columns, strict=True)] or [(None, None)] * MINUTES
-        return [low for low, _ in pairs], [high for _, high in pairs]
+    def latency(self) -> Values:
+        """Return the latencies in seconds that 95 % of the tasks of the slowest worker did not exceed."""
+        columns = zip(*(self._values(each, None, "p95")[0] for each in self._histories), strict=True)
+        known = [[each for each in column if each is not None] for column in columns]
+        return [max(each, default=None) for each in known] or _NONE
 
     def pending(self, topic: str | None = None) -> Values:
         """Return the numbers of pending tasks. They may be lower bounds."""
@@ -132,11 +127,6 @@ class History:
             None if each is None else max(0, each + min(0, later or 0))
             for each, later in zip(found, [*found[1:], None], strict=True)
         ]
-
-    def utilization(self, worker: Worker) -> Values:
-        """Return the utilization of a worker in percent."""
-        [busy] = self._values(part(worker.info, "history"), None, "busy")
-        return busy
 
     @functools.cached_property
     def _histories(self) -> list[Mapping[str, Any]]:
@@ -228,17 +218,6 @@ def _sampled(backlog: Backlog) -> dict[str | None, Sample]:
 
 def _sample(backlog: Backlog, line: Line, oldest: Line | None) -> Sample:
     return Sample(line.pending, None if line.at_least & {*UNSENT} else line.unsent, backlog.age(oldest))
-
-
-def _quantiles(rows: Iterable[tuple[float | None, float | None, float | None]]) -> tuple[float | None, float | None]:
-    """Return the median, and what 95 % do not exceed, of the tasks of several workers."""
-    parts = sorted((value, number / 2) for *pair, number in rows for value in pair if value is not None and number)
-    sums = list(accumulate(number for _, number in parts))
-    low, high = (
-        next((value for (value, _), reached in zip(parts, sums, strict=True) if reached >= part * sums[-1]), None)
-        for part in (0.5, 0.95)
-    )
-    return low, high
 
 
 def joined(values: Values) -> Values:

@@ -170,17 +170,13 @@ def _rendered(
 
 def _curves(history: "admin.status.last_hour.History") -> Escaped:
     """Return the last hour of all topics as lines of bars, each with its max and its last value."""
-    low, high = history.latency()
-    columns = zip(*history.failed().values(), strict=True)
-    failed = [None if None in column else sum(column) for column in columns]
     figures: list[tuple[str, admin.status.last_hour.Values, Callable[[float], str]]] = [
         ("registered/min", history.registered(), "{:,.0f}".format),
         ("published/min", history.published(), "{:,.0f}".format),
-        ("failed/min", failed, "{:,.0f}".format),
+        ("failed/min", history.failed(), "{:,.0f}".format),
         ("pending", history.pending(), "{:,.0f}".format),
         ("oldest", history.oldest(), spoken),
-        ("latency p50", low, spoken),
-        ("latency p95", high, spoken),
+        ("slowest p95", history.latency(), spoken),
     ]
     known = [(name, values, unit, [each for each in values if each is not None]) for name, values, unit in figures]
     last = admin.status.last_hour.latest

@@ -114,8 +114,7 @@ class App:
             lambda table: send_backlog(metrics, history, self.relay.topics, table),
         )
         self._background: list[BacklogSampler | ChangeStream] = [
-            BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership)
-            for sample in (samples if metrics.wanted else ())
+            BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samples
         ]
         if self._stream:
             self._background.append(self._stream)

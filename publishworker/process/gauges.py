@@ -1,7 +1,8 @@
 """What a worker says about itself, besides the results of batches.
 
 Every 15 s it sends metrics: its heartbeat and load and, if it is one of two, the backlog. The column Info of its
-heartbeat is for `outbox workers`. It has no secret and no message.
+heartbeat is for `outbox workers` and the charts. It has the backlog also if no metrics are sent, and no secret and no
+message.
 """
 
 import itertools
@@ -30,9 +31,9 @@ from publishworker.turn.relay import Relay
 #: Seconds between two reports, and between two counts of the backlog.
 REPORT_SECONDS = 15.0
 #: Max bytes of the JSON, and of all but the history. The row is written every few seconds, and read by each status.
-MAX_BYTES, MAX_OTHER_BYTES = 12_000, 4_000
+MAX_BYTES, MAX_OTHER_BYTES = 6_000, 2_500
 #: Max bytes of the list of shards. Only a worker with hundreds of scattered shards has more.
-MAX_SHARD_BYTES = 2_000
+MAX_SHARD_BYTES = 1_200
 #: Failures after which a task is dead in its first attempt.
 DEAD_AT_ONCE = tuple(each.name for each in REASONS if each.kind is FailureKind.CONTENT)
 #: Max characters of an error, and of the value of a setting.
@@ -91,7 +92,8 @@ def send_ages(metrics: Metrics, history: History, table: TaskTable) -> None:
     metrics.gauge(m.OLDEST_AGE, ages.oldest)
     metrics.gauges(m.TOPIC_OLDEST_AGE, {(topic,): age for topic, age in ages.by_topic.items()})
     history.add_ages(ages.by_topic, ages.oldest)
-    metrics.gauge(m.DIED_WORKERS, workers.died(table))
+    if metrics.wanted:
+        metrics.gauge(m.DIED_WORKERS, workers.died(table))
 
 
 class BacklogSampler:
@@ -172,7 +174,6 @@ def worker_info(settings: RelaySettings, relay: Relay, history: History, shards:
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_OTHER_BYTES - size(info)))
     info |= {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}
-    history.add_utilization(load.utilization)
     return info | {"history": history.as_json(MAX_BYTES - size(info) - len(',"history":'))}
 
 

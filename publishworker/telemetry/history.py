@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 from outbox.rows.workers import MINUTES
 from publishworker.types import Delivered
 
-#: Max topics of one minute, and max reasons of failures of one topic. The figures of all topics include the others.
-TOPICS, REASONS = 20, 4
+#: Max topics of one minute. The figures of all topics include the others.
+TOPICS = 20
 #: Approximate number of latencies of one batch that are counted, here and in metrics. More could fill the socket
 #: buffer of the Datadog agent, which would then drop counters.
 LATENCY_SAMPLES = 20
@@ -26,9 +26,9 @@ LATENCY_SAMPLES = 20
 RATIO = 1.1
 #: The key of the figures of all topics. The name of a topic may be an empty text.
 ALL = None
-#: The figures of a topic in one minute. The name of a number of failures is their reason after a colon.
+#: The figures of a topic in one minute.
 _Figures: TypeAlias = Mapping[str, float | None]
-_COUNTS, _STATES = ("published", ":"), ("pending", "unsent", "oldest", "busy")
+_COUNTS, _STATES = ("published", "failed"), ("pending", "unsent", "oldest")
 
 
 @dataclass(slots=True)
@@ -36,24 +36,21 @@ class _Row:
     """The current minute of a topic. `unsent` are its tasks in all states but sent, `oldest` is an age in seconds."""
 
     published: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
     latencies: Counter[int] = field(default_factory=Counter)
     pending: int | None = None
     unsent: int | None = None
     oldest: float | None = None
-    utilization: list[float] = field(default_factory=list)
 
     def figures(self) -> _Figures:
-        busy = round(100 * sum(self.utilization) / len(self.utilization)) if self.utilization else None
         return {
-            "published": self.published, "p50": self._quantile(0.5), "p95": self._quantile(0.95),
-            "pending": self.pending, "unsent": self.unsent, "oldest": self.oldest, "busy": busy,
-            **{f":{reason}": number for reason, number in self.failed.items()},
+            "published": self.published, "failed": self.failed, "p95": self._p95(),
+            "pending": self.pending, "unsent": self.unsent, "oldest": self.oldest,
         }  # fmt: skip
 
-    def _quantile(self, part: float) -> float | None:
-        """Return the latency in seconds that this part of the tasks does not exceed."""
-        left = part * self.latencies.total()
+    def _p95(self) -> float | None:
+        """Return the latency in seconds that 95 % of the tasks do not exceed."""
+        left = 0.95 * self.latencies.total()
         for bound, number in sorted(self.latencies.items()):
             left -= number
             if left <= 0:
@@ -74,14 +71,14 @@ class History:
 
     def add(self, delivered: Delivered) -> None:
         """Count the outcomes of a batch."""
-        number, failed = len(delivered.published()), Counter(each.reason for each in delivered.failed().values())
+        number, failed = len(delivered.published()), len(delivered.failed())
         step = max(1, len(delivered.latencies) // LATENCY_SAMPLES)
         latencies = Counter(_bound(each) for each in islice(delivered.latencies.values(), 0, None, step))
         with self._current() as rows:
             for row in (rows[ALL], rows[delivered.claim.topic]):
                 row.published += number
                 row.failed += failed
-                row.latencies += latencies
+            rows[ALL].latencies += latencies
 
     def add_backlog(self, pending: Mapping[str, int], unsent: Mapping[str, int | None]) -> None:
         """Note the numbers of tasks by topic. None is a number that is not known exactly."""
@@ -98,11 +95,6 @@ class History:
             for topic in _largest(ages):
                 rows[topic].oldest = _short(ages[topic])
             rows[ALL].oldest = _short(oldest)
-
-    def add_utilization(self, utilization: float) -> None:
-        """Note the part of the places that is taken now."""
-        with self._current() as rows:
-            rows[ALL].utilization.append(utilization)
 
     def as_json(self, most: int) -> dict[str, Any]:
         """Return the series of all topics, and those of the largest ones that fit into `most` bytes of JSON.
@@ -151,7 +143,7 @@ def _figures(rows: Mapping[str | None, _Row]) -> dict[str | None, _Figures]:
 
 def _weight(figures: _Figures) -> float:
     """Return what makes a topic one of the largest."""
-    return sum(value or 0 for name, value in figures.items() if name.startswith((*_COUNTS, "unsent", "pending")))
+    return sum(figures[name] or 0 for name in (*_COUNTS, "unsent", "pending"))
 
 
 def _series(past: Mapping[int, Mapping[str | None, _Figures]], topic: str | None) -> dict[str, list[float | None]]:
@@ -161,11 +153,9 @@ def _series(past: Mapping[int, Mapping[str | None, _Figures]], topic: str | None
         begun = {name for name, value in figures.items() if value or (value is not None and name in _STATES)}
         for name in found.keys() | begun:
             # The worker counts each minute. One that it did not count is a gap, such as after a jump of its clock.
-            nothing = 0 if name.startswith(_COUNTS) and at in past else None
+            nothing = 0 if name in _COUNTS and at in past else None
             found.setdefault(name, []).append(figures.get(name, nothing))
-    totals = Counter({name: sum(filter(None, values)) for name, values in found.items() if name.startswith(":")})
-    dropped = {name for name, _ in totals.most_common()[REASONS:]}
-    return {name: values for name, values in sorted(found.items()) if name not in dropped}
+    return dict(sorted(found.items()))
 
 
 def _largest(weights: Mapping[str, float]) -> list[str]:

@@ -154,6 +154,25 @@ def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
     assert count(database, "SentAt IS NULL AND AvailableAt > '2089-01-01'") == 20
 
 
+@pytest.mark.extended
+def test_a_worker_without_metrics_counts_the_backlog_for_the_console(
+    emulators: Emulators, database: Database, topic: str
+) -> None:
+    register(database, topic, 3, available_at=datetime(2090, 1, 1, tzinfo=UTC))
+
+    def noted() -> dict[str, Any]:
+        rows = query(database, "SELECT TO_JSON_STRING(Info) FROM AsynchronousTaskWorkers")
+        histories = [json.loads(info).get("history", {}) for (info,) in rows if info]
+        return next((each["all"] for each in histories if "oldest" in each["all"] and "unsent" in each["all"]), {})
+
+    with worker(emulators, database) as process:
+        found = eventually(noted, seconds=60)
+        process.end()
+    assert {name: found[name][-1] for name in ("pending", "unsent", "oldest")} == {
+        "pending": 0, "unsent": 3, "oldest": 0,
+    }  # fmt: skip
+
+
 def test_a_second_signal_ends_a_worker_at_once(emulators: Emulators, database: Database, topic: str) -> None:
     """For operators who cannot wait until a hanging batch ends."""
     register(database, topic, 5)

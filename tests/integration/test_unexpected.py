@@ -330,15 +330,14 @@ def test_no_recorded_operation_stops_the_commands(outbox: Commands, database: Da
 
 
 LARGE = 500_000
-#: Infos that are as large as they can be: runs, circuits, settings, topics, reasons, levels, and characters.
+#: Infos that are as large as they can be: runs, circuits, settings, topics, levels, and characters.
 LARGE_INFOS: tuple[Any, ...] = (
-    {"shards": [[n, n + 999] for n in range(0, 999_000, 1_000)]},
-    {"shards": [[n * 1_000_000, n * 1_000_000 + 999] for n in range(600)]},
-    {"circuits": [{} for _ in range(5_000)]},
-    {"circuits": [{"topic": str(n)} for n in range(900)]},
-    {"settings": {str(n): n for n in range(1_200)}, "version": "v" * 3_000},
-    {"history": {"minute": 1, "topics": {str(n): {} for n in range(1_200)}}},
-    {"history": {"minute": 1, "all": {f":{n}": [1] for n in range(1_000)}}},
+    {"shards": [[n, n + 999] for n in range(0, 450_000, 1_000)]},
+    {"shards": [[n * 1_000_000, n * 1_000_000 + 999] for n in range(300)]},
+    {"circuits": [{} for _ in range(2_000)]},
+    {"circuits": [{"topic": str(n)} for n in range(450)]},
+    {"settings": {str(n): n for n in range(500)}, "version": "v" * 1_000},
+    {"history": {"minute": 1, "topics": {str(n): {} for n in range(700)}}},
     {"settings": functools.reduce(lambda inner, _: [inner], range(70), 1)},
     {"host": "\U0001f600" * LARGE},
 )  # fmt: skip
@@ -373,7 +372,7 @@ def test_no_column_is_read_further_than_its_bound(database: Database, outbox: Co
     assert len(live_workers.open_circuits(counted.workers)) <= MAX_ITEMS
     assert len(live_workers.differing(counted.workers)) <= MAX_ITEMS
     hour = last_hour.read(table, counted)
-    assert (len(hour.topics) <= last_hour.MAX_TOPICS, len(hour.failed())) == (True, last_hour.MAX_REASONS)
+    assert len(hour.topics) <= last_hour.MAX_TOPICS
     for words in ("status", "workers", "operations"):
         for flags in ([], ["--json"]):
             assert outbox.here(words, *flags).code == 0

@@ -311,13 +311,6 @@ def test_an_old_value_is_not_shown_as_the_current_one(values: Values, text: str)
     assert chart(*values).last("a") == text
 
 
-@pytest.mark.parametrize(("minutes", "texts"), [(1, ["5", "0"]), (4, ["5 (3m ago)", "0 (3m ago)"]), (24, [DASH, DASH])])
-def test_failures_of_the_last_minute_are_unknown_if_no_worker_has_counted_them(minutes: int, texts: list[str]) -> None:
-    left = dataclasses.replace(worker(topics={"orders": {":x": [5] * MINUTES}}), seen_at=ago(minutes - 1))
-    found = History(NOW, {"a": Seen(left, ago(minutes))}, {})
-    assert [charts.failed_last_minute(found, "orders", f"{reason}: 404") for reason in "xy"] == texts
-
-
 def test_stacked_series_add_up_and_the_lowest_is_drawn_last() -> None:
     given = {"low": [None] * 59 + [2], "high": [None] * 58 + [1, 2]}
     found = Chart(Frame(history(), (), "15m"), "bars", "Title", given)
@@ -368,20 +361,20 @@ def test_the_largest_topics_have_a_series_each_and_the_others_share_one() -> Non
     assert list(by_topic(history())) == ["others"]
 
 
-def test_a_topic_has_its_failures_by_reason() -> None:
-    rings = worker(all={"published": [5, 5]}, topics={"orders": {"published": [4, 0], ":not_found": [9, 0]}})
+def test_a_topic_has_its_failures_and_only_all_topics_a_latency() -> None:
+    rings = worker(all={"published": [5, 5]}, topics={"orders": {"published": [4, 0], "failed": [9, 0]}})
     shared = Frame(history(rings), (), "1h")
     found = {each.title: each for each in of_topic(shared, "orders")}
-    assert found["Failed attempts by reason"].last("not_found") == "9"
+    assert found["Failed attempts"].last("failed") == "9"
     assert found["Registered and published per minute"].last("published") == "4"
-    assert len(of_topic(shared, None)) == 4
+    assert (len(found), len(of_topic(shared, None))) == (4, 5)
     assert not re.search("nan|inf|e[+-]", "".join(path for each in found.values() for _, path in each.paths()))
 
 
 def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     """As sent without compression: at most 60 kB, also with all problems that are shown."""
     values = [n * 37 % 900 for n in range(MINUTES)]
-    names = ("published", "p50", "p95", "pending", "unsent", "oldest", ":not_found", ":unavailable", "busy")
+    names = ("published", "failed", "p95", "pending", "unsent", "oldest")
     ring = dict.fromkeys(names, values)
     topics_of = [{f"topic-{n + 40 * m:03}": ring for m in range(5)} for n in range(40)]
     workers = [worker(f"publishworker-{n:040}", all=ring, topics=topics_of[n]) for n in range(40)]

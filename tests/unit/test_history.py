@@ -52,7 +52,7 @@ class Hour:
     def worker(self, age: float = 1.0, timeout: float = 14.0, **more: Any) -> Worker:
         """Return what operators read after the heartbeat went through the database."""
         self.at(0)
-        info = json.loads(json.dumps({"history": self.ring.as_json(8_000)}))
+        info = json.loads(json.dumps({"history": self.ring.as_json(3_500)}))
         started_at = NOW - timedelta(minutes=MINUTES - 1)
         return Worker(self.id, age, started_at, NOW - timedelta(seconds=age), info | more, timeout)
 
@@ -81,9 +81,8 @@ def test_the_histories_of_workers_are_added_up() -> None:
     found = history(first.worker(), second.worker())
     assert known(found.published()) == {30: 10, 5: 22}
     assert known(found.published("orders")) == {30: 10, 5: 20}
-    assert {reason: known(values) for reason, values in found.failed().items()} == {
-        "not_found": {5: 7}, "unavailable": {5: 1},
-    }  # fmt: skip
+    assert known(found.failed()) == {5: 8}
+    assert known(found.failed("mails")) == {}
     assert found.published("mails")[0] == 0  # not a gap: it was counted
 
 
@@ -106,14 +105,15 @@ def test_minutes_survive_a_clock_that_jumps() -> None:
     assert hour.ring.as_json(8_000)["all"]["published"] == [1, 2, 3, None, None, None, 4]
 
 
-def test_latencies_are_quantiles_of_all_tasks() -> None:
-    """A worker with a tenth of the tasks is slow."""
+def test_the_latency_is_that_of_the_slowest_worker() -> None:
+    """However few tasks it has. Of these, a slow twentieth does not count."""
     quick, slow = Hour("a"), Hour("b")
     quick.at(5).publish(900, seconds=0.1)
-    slow.at(5).publish(100, seconds=20)
-    low, high = history(quick.worker(), slow.worker()).latency()
-    assert known(low) == {5: pytest.approx(0.1, rel=0.06)}
-    assert known(high) == {5: pytest.approx(20, rel=0.06)}
+    for seconds in (*[20] * 19, 50):
+        slow.at(5).publish(5, seconds=seconds)
+    quick.at(3).publish(1, seconds=0.1)
+    found = known(history(quick.worker(), slow.worker()).latency())
+    assert found == {5: pytest.approx(20, rel=0.06), 3: pytest.approx(0.1, rel=0.06)}
 
 
 def test_tasks_that_a_later_minute_counts_as_sent_are_not_registered() -> None:
@@ -196,7 +196,7 @@ def test_the_first_read_finds_the_workers_of_the_hour(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("topic", ["t", "\N{GRINNING FACE}" * 200], ids=["short", "long"])
 def test_a_history_is_an_hour_long_and_fits_into_a_heartbeat(topic: str) -> None:
-    """With 40 busy topics, all kinds of failures and large numbers. The largest topics are those that fit."""
+    """With 40 busy topics, failures and large numbers. The largest topics are those that fit."""
     hour = Hour()
     for ago in range(70, -1, -1):
         hour.at(ago)
@@ -208,9 +208,9 @@ def test_a_history_is_an_hour_long_and_fits_into_a_heartbeat(topic: str) -> None
     info = worker_info(settings(), View(), hour.ring, ())
     assert len(json.dumps(info, separators=(",", ":"))) <= MAX_BYTES
     found: Mapping[str, Any] = info["history"]  # type: ignore[assignment]  # of a dict of objects
-    assert {len(values) for values in found["all"].values()} == {MINUTES, 1}  # the utilization was noted once
+    assert {len(values) for values in found["all"].values()} == {MINUTES}
     assert found["topics_left_out"] > 10
-    assert topic != "t" or len(found["topics"]) > 2
+    assert topic != "t" or len(found["topics"]) > 0
     assert known(history(hour.worker()).published())[1] == 41
 
 
@@ -229,7 +229,13 @@ def test_a_history_that_no_worker_writes_is_left_out(wrong: Any) -> None:
     found = history(hour.worker(), Worker("x", 1, NOW, NOW, {"history": wrong}))
     for topic in (None, "orders"):
         assert known(found.published(topic)) == {5: 10}
-        figures = (found.pending(topic), found.registered(topic), *found.latency(topic), found.oldest(topic))
+        figures = (
+            found.pending(topic),
+            found.registered(topic),
+            found.failed(topic),
+            found.oldest(topic),
+            found.latency(),
+        )
         assert {len(values) for values in figures} == {MINUTES}
 
 
@@ -244,8 +250,8 @@ def test_status_shows_the_hour_as_bars_with_the_last_value_and_its_age() -> None
     hour.at(3).publish(80, seconds=0.1)
     found = {line.split("  ")[0]: line.split() for line in status_commands._curves(history(hour.worker())).splitlines()}
     assert found["published/min"][-2:] == ["80", "0"]
-    assert found["latency p95"][-4:] == ["2.0s", "0.1s", "(3m", "ago)"]
-    assert "failed/min" not in found
+    assert found["slowest p95"][-4:] == ["2.0s", "0.1s", "(3m", "ago)"]
+    assert found["failed/min"][-2:] == ["0", "0"]
 
 
 MISSING = CircuitState(Failed("not_found", "404 Topic not found"), 25.04, 3.21)
@@ -272,7 +278,7 @@ def test_a_worker_says_what_it_does() -> None:
     info = worker_info(changed, View(orders=MISSING), Ring(), (0, 1, 2, 5, 32000))
     host = info.pop("host")
     assert isinstance(host, str)
-    assert info.pop("history")["all"] == {"busy": [38]}
+    assert info.pop("history")["all"] == {}
     assert info == {
         "version": __version__,
         "shards": [(0, 2), (5, 5), (32000, 32000)],
@@ -290,7 +296,7 @@ def test_a_worker_says_what_it_does() -> None:
 
 @pytest.mark.parametrize("error", ["e" * 1_000, "\N{GRINNING FACE}" * 1_000], ids=["ascii", "emoji"])
 def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
-    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 4 kB without it."""
+    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 2.5 kB without it."""
     circuits = {f"topic-{n}": CircuitState(Failed("not_found", error), 1, 1) for n in range(100)}
     info = worker_info(
         settings(allowed_topics=",".join(["orders-*"] * 500)), View(**circuits), Ring(), range(0, 1000, 2)
