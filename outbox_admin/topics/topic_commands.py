@@ -92,7 +92,9 @@ def add(commands: Any) -> None:
     for parser, count in ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1)):
         flags.add(parser, "topics", value_types.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind) in VALUES.items():
-        flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar="N", dest=name)
+        flags.add(
+            setting, flag, kind, f"{text} Allowed: {{}}", metavar="TOPIC" if name == "publish_to" else "N", dest=name
+        )
     field = one_of(*NAMES)
     text = "What to remove: {}. Without it, all of them and the pause"
     flags.add(unsetting, "fields", field, text, metavar="FIELD", nargs="*")

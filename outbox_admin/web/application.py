@@ -250,7 +250,7 @@ def _trace(request: Request) -> str:
 
 def _refused(error: Exception, request: Request) -> Refused:
     """Return what the page of an error says, and log the error with who asked for what."""
-    trace = f"{request.scope.get(_PERSON) or 'nobody'}: {_trace(request)}"
+    trace = f"{request.scope.get(_PERSON) or 'a person without identity'}: {_trace(request)}"
     if not isinstance(error, Refused | OutboxError):
         _log.error("the page failed for %s", trace, exc_info=error)
         return Refused(500, "The page failed", "The log of the console has the reason. Reload the page.")

@@ -338,9 +338,9 @@ def test_views_and_refusals_leave_a_trace(caplog: pytest.LogCaptureFixture) -> N
         client(recorded, identify=lambda _request: "").get("/show", headers={"Host": "evil.example"})
     assert [each.getMessage() for each in caplog.records] == [
         "ann: GET /show?id=a%0Ab from testclient, X-Forwarded-For 192.0.2.7",
-        "refused nobody: GET /none from testclient: There is no such page",
+        "refused a person without identity: GET /none from testclient: There is no such page",
         "refused ann: POST /change from testclient: This needs the role operator",
         "bob: POST /change from testclient",
         "bob: POST /change from testclient",
-        "refused nobody: GET /show from testclient: The console does not answer to this host name",
+        "refused a person without identity: GET /show from testclient: The console does not answer to this host name",
     ]
