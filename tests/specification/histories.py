@@ -1,67 +1,102 @@
 """Histories of the simulation as lines for `checker.py`: python -m tests.specification.histories FILE SEED..."""
 
-import dataclasses
 import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.simulation.audit import Audit, Known
-from tests.simulation.world import Plan, World
+from tests.simulation.plan import Plan
+from tests.simulation.world import World
+from tests.specification import checker
+from tests.support.fakes import StoredTask
 
-#: A task that is dead or expired may be overtaken, which the checker does not know.
-WITHOUT = {"skip_dead": False, "lifetimes": (None,)}
+#: What the auditor is told of operators and cancellations, and the event that it is.
+ACTIONS = {
+    "reset": "retry", "retried": "ready", "deleted": "delete", "cancelled": "delete", "restored": "restore",
+    "put_back": "restore",
+}  # fmt: skip
 
 
-def plan_of(seed: int) -> Plan:
-    return dataclasses.replace(Plan.of(seed), **WITHOUT)  # type: ignore[arg-type]  # fields by name
+class Recorder:
+    """Notes the events of a world, with a subscriber that stores the ID of each task with its effect."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._inbox = world, set[str]()
+        self.events: list[dict[str, Any]] = []
+
+    def note(self, event: str, task: str, **more: Any) -> None:
+        at = round(self._world.clockwork.now, 4)
+        self.events.append({"event": event, "task": task, **{name: it for name, it in more.items() if it}, "at": at})
+
+    def receive(self, _found: object, _process: object, _topic: object, messages: Any, _sent: object) -> None:
+        for id, *_ in messages:
+            self.note("receive", id, message=str(len(self.events)))
+            if id not in self._inbox:
+                self._inbox.add(id)
+                self.note("effect", id)
+
+    def answered(self, _found: object, _process: object, ids: Any, reason: str) -> None:
+        for id in ids if reason == "ok" else ():
+            self.note("publish", id)
+
+    def committed(self, _found: object, task: str, known: Known) -> None:
+        if "+" in task:  # a task instead of a cancelled one
+            self.register((task, known))
+        self.note("commit", task, due=known.available_at)
+
+    def register(self, drawn: tuple[str, Known], *_: object) -> None:
+        id, task = drawn
+        self.note("register", id, key=_key(self._world.plan, task), may_be_lost=task.once)
+
+    def end(self) -> None:
+        for row in self._world.spanner.table.rows.values():
+            self.note("row", row.id, state=_state(row))
 
 
 def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Audit]:
-    """Play a history; return its events, with a subscriber that stores the ID of each task with its effect."""
-    world, events = World(plan), list[dict[str, Any]]()
-
-    def note(event: str, task: str, **more: Any) -> None:
-        at = round(world.clockwork.now, 4)
-        events.append({"event": event, "task": task, **{name: it for name, it in more.items() if it}, "at": at})
-
-    inbox: set[str] = set()
-
-    def receive(_found: object, _process: object, _topic: object, messages: Any, _sent: object) -> None:
-        for id, *_ in messages:
-            note("receive", id, message=str(len(events)))
-            if id not in inbox:
-                inbox.add(id)
-                note("effect", id)
-
-    def answered(_found: object, _process: object, ids: Any, reason: str) -> None:
-        for id in ids if reason == "ok" else ():
-            note("publish", id)
-
-    def committed(_found: object, task: str, known: Known) -> None:
-        if "+" in task:  # a task instead of a cancelled one
-            _register(note, task, known)
-        note("commit", task)
-
+    """Play a history; return its events."""
+    world = World(plan)
+    recorder = Recorder(world)
     with ExitStack() as stack:
         hooks: dict[str, Callable[..., None]] = {
-            "received": receive,
-            "answered": answered,
-            "committed": committed,
-            "reset": lambda _found, task, _due=None: note("retry", task),
-            "deleted": lambda _found, task: note("delete", task),
-            "cancelled": lambda _found, task, *_, **__: note("delete", task),
-        }
+            "received": recorder.receive, "answered": recorder.answered, "committed": recorder.committed
+        }  # fmt: skip
+        for name, event in ACTIONS.items():
+            hooks[name] = lambda _found, task, *_, each=event, **__: recorder.note(each, task)
         for name, hook in hooks.items():
             stack.enter_context(_noting(Audit, name, hook))
         # Whether or not they commit.
-        stack.enter_context(_noting(World, "_drawn", lambda found, _random: _register(note, *found)))
+        stack.enter_context(_noting(World, "_drawn", recorder.register))
         audit = world.play(limit)
-    return events, audit
+    recorder.end()
+    return recorder.events, audit
+
+
+def _state(row: StoredTask) -> str:
+    return "unsent" if row.sent_at is None else "cancelled" if row.cancelled_by else "sent"
+
+
+def _key(plan: Plan, task: Known) -> str:
+    """Return the key for the checker, which does not know that dead and expired tasks may be overtaken."""
+    return f"{task.topic}/{task.key}" if task.key and task.expires_at == inf and not plan.skip_dead else ""
+
+
+def judged_twice(plan: Plan) -> list[str]:
+    """Play a history; return what each of the two judges finds, and about which number they disagree."""
+    events, audit = record(plan)
+    found = checker.check(events)
+    pairs = {
+        "duplicates": (audit.duplicates, found["duplicate_messages"]),
+        "tasks": (len(audit.tasks), found["acknowledged"]),
+    }
+    differ = [f"the judges count {pair} {name}" for name, pair in pairs.items() if len({*pair}) > 1]
+    return [*audit.problems, *(f"the checker finds {each}" for each in found["problems"].items()), *differ]
 
 
 @contextmanager
@@ -78,10 +113,6 @@ def _noting(owner: type, name: str, note: Callable[..., None]) -> Iterator[None]
         yield
 
 
-def _register(note: Callable[..., None], id: str, task: Known) -> None:
-    note("register", id, key=task.key and f"{task.topic}/{task.key}", may_be_lost=task.once)
-
-
 def lines(events: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(each) + "\n" for each in events).encode()
 
@@ -89,4 +120,4 @@ def lines(events: list[dict[str, Any]]) -> bytes:
 if __name__ == "__main__":
     for seed in sys.argv[2:]:
         file = Path(sys.argv[1]) / f"simulation-{seed}.jsonl.gz"
-        file.write_bytes(gzip.compress(lines(record(plan_of(int(seed)))[0]), mtime=0))
+        file.write_bytes(gzip.compress(lines(record(Plan.of(int(seed)))[0]), mtime=0))

@@ -124,4 +124,4 @@ def test_the_specification_imports_nothing_of_the_product() -> None:
     for file in (*MACHINES, MACHINES[0].with_name("state.py"), FOLDER / "explore.py", FOLDER / "checker.py"):
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"(?:from|import) (?:outbox|publishworker|tests(?!\.specification))", text)
-        assert len(text.splitlines()) <= (100 if file.name == "checker.py" else 300)
+        assert len(text.splitlines()) <= (150 if file.name == "checker.py" else 300)
