@@ -62,6 +62,8 @@ _BYTES = {"Payload": "binary", _MESSAGE: "a serialized PubsubMessage"}
 #: The columns of which a row has one.
 OF_DATA = frozenset({"data", "data_base64", *_BYTES})
 _SET = {*schemas.TASK.names} - {*_OF_SOURCE, _MESSAGE}
+#: The columns of a task, which make the ID of a row that has none. `data_base64` is another form of `data`.
+_OF_TASK = tuple(name for name in COLUMNS if name not in ("task_id", "data_base64"))
 #: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
 OF_REJECTS = ("reason", "file", "line")
 #: All columns that rows may have, besides those of the key.
@@ -284,7 +286,7 @@ def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[st
             raise ValueError(f"key column {missing[0]} is NULL")
         row["task_id"] = derived([row["topic"], *(text(given[name]) for name in key)])
     elif row["task_id"] is None:
-        row["task_id"] = whole_row_id(row)
+        row["task_id"] = whole_row_id({name: row[name] for name in _OF_TASK})
     return row
 
 

@@ -16,6 +16,12 @@ NAMESPACE = UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55")
 EPOCH, MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 
 
+#: The columns of a task in the first version.
+_FIRST = {
+    "topic", "data", "attributes", "priority", "ordering_key", "at_most_once", "sequence", "available_at", "expires_at",
+}  # fmt: skip
+
+
 def task_id(topic: str, *key: str) -> str:
     """Return the ID that `register` gives a row with this topic and these values of its key columns."""
     return derived(map(plain, (topic, *key)))
@@ -28,7 +34,11 @@ def derived(parts: Iterable[str | None]) -> str:
 
 
 def whole_row_id(row: Mapping[str, Any]) -> str:
-    """Return the ID of a row of `schemas.INPUT` without a key. It depends on the values only."""
+    """Return the ID of a row without a key. It depends on the values only. `row` has the columns of a task.
+
+    The columns of the first version have fixed places, and others count if they have a value. So no new column changes
+    the ID of a row that does not have it.
+    """
     attributes = row["attributes"]
     pairs = None if attributes is None else [{"key": name, "value": attributes[name]} for name in sorted(attributes)]
     others = (row[name] for name in ("priority", "ordering_key", "at_most_once", "sequence"))
@@ -40,6 +50,7 @@ def whole_row_id(row: Mapping[str, Any]) -> str:
             json.dumps({"attributes": pairs}, ensure_ascii=False, separators=(",", ":")),
             *(text(value) for value in others),
             *(None if time is None else str((time - EPOCH) // MICROSECOND) for time in times),
+            *(part for name in sorted({*row} - _FIRST) if row[name] is not None for part in (name, str(row[name]))),
         ]
     )
 

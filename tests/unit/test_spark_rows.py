@@ -214,7 +214,7 @@ def registered(given: dict[str, Any]) -> Any:
 
 
 def test_without_a_key_every_column_changes_the_id():
-    """So does the same value in another column, or NULL instead of ""."""
+    """So does the same value in another column, or NULL instead of "". A new column does, too, if it has a value."""
     base = row(topic="orders", data=b"d", attributes={"a": "1", "b": "2"})
     others: list[dict[str, Any]] = [
         {}, {"topic": "other"}, {"data": b"e"}, {"data": b""}, {"attributes": {"a": "2", "b": "1"}},
@@ -223,7 +223,13 @@ def test_without_a_key_every_column_changes_the_id():
         {"at_most_once": True}, {"at_most_once": False}, {"available_at": TIME}, {"expires_at": TIME},
         {"available_at": LATER}, {"available_at": TIME.replace(microsecond=123457)}, {"priority": 1, "sequence": 1},
     ]  # fmt: skip
-    assert len({whole_row_id(base | each) for each in others}) == len(others)
+    names = [name for name in COLUMNS if name not in ("task_id", "data_base64")]
+    assert {name for each in others for name in each} == {*names}
+    rows = [{name: (base | each)[name] for name in names} for each in others]
+    rows += [rows[0] | {"a new column": value} for value in (None, "", "1", 1.5, "another new one")]
+    rows += [rows[0] | {"another new one": "1"}]
+    assert len({whole_row_id(each) for each in rows}) == len(rows) - 1
+    assert whole_row_id(rows[0] | {"a new column": None}) == whole_row_id(rows[0])
 
 
 def test_a_key_column_can_be_a_column_of_the_task():

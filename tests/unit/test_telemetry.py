@@ -1,10 +1,12 @@
 """Logs, counts and gauges of batches, topics and workers: complete, in pairs, and without repetition."""
 
+import ast
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -42,10 +44,12 @@ from publishworker.types import (
 )
 from tests.support.fakes import Counted, FakeStore
 from tests.support.parts import claim_of
+from tests.support.processes import ROOT
 from tests.support.waiting import eventually
 
 AWAY = Failed("unavailable", "connection refused")
 MISSING = Failed("not_found", "no such topic")
+PACKAGES = ("outbox", "publishworker", "outbox_pipeline")
 OPENED, CLOSED = "circuit_open", "circuit_closed"
 
 
@@ -239,6 +243,31 @@ def test_every_metric_belongs_to_a_sender() -> None:
     """A metric that is in no tuple has no page, and no instrument of OpenTelemetry."""
     defined = {each for each in vars(m).values() if isinstance(each, m.Metric)}
     assert defined == {*m.METRICS, *m.APPLICATION, *m.PIPELINE}
+
+
+def _used(tree: ast.Module) -> set[str]:
+    """Return the names that code uses of the module of the metrics, and its texts."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules = {each.asname for node in imports for each in node.names if each.name == "metrics"}
+    own = {each.name for node in imports for each in node.names if node.module == m.__name__}
+    used = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in modules:
+                used.add(name)
+            case ast.Name(id=name) if name in own:
+                used.add(name)
+            case ast.Constant(value=str(text)):
+                used.add(text)
+    return used
+
+
+def test_every_metric_is_counted_or_sampled() -> None:
+    """By a program, or by its name, as in applications, which do not import it. Otherwise its graph stays empty."""
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if file != Path(m.__file__)]
+    used = set[str]().union(*(_used(ast.parse(file.read_text(encoding="utf-8"))) for file in files))
+    unused = {name for name, each in vars(m).items() if isinstance(each, m.Metric) and not {name, each.name} & used}
+    assert unused == set()
 
 
 def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> None:
