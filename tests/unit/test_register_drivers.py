@@ -25,6 +25,7 @@ from google.cloud.spanner_v1.types import ExecuteSqlRequest
 from google.protobuf.struct_pb2 import Struct
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session as OrmSession
+from sqlalchemy.orm import sessionmaker
 
 import outbox
 from outbox import aio
@@ -299,6 +300,15 @@ def test_a_call_is_awaited_in_any_way() -> None:
     assert asyncio.run(aio.run_in_transaction(database, ways)) == [False, False]
     assert database.committed
     assert asyncio.run(aio.run_in_transaction(database, once)) is False
+
+
+def test_a_bind_that_is_not_of_sqlalchemy_is_named() -> None:
+    engine = create_engine("sqlite://")
+    database = spanner.client("host:1").instance("instance").database("database")
+    for bind, kind in ((database, "google"), (OrmSession(engine), "sqlalchemy.orm"), ("spanner+spanner:///", "str")):
+        with pytest.raises(TypeError, match=rf"^bind is {kind}.*\. It must be an Engine, .*, or a sessionmaker\. With"):
+            sqlalchemy.run_in_transaction(bind, pytest.fail)  # type: ignore[arg-type]  # wrong on purpose
+    assert sqlalchemy.run_in_transaction(sessionmaker(engine), lambda _, answer: answer, 7) == 7
 
 
 async def opened() -> None:
