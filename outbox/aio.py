@@ -9,8 +9,9 @@ import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, Unpack, cast
-from weakref import WeakKeyDictionary
+from contextvars import ContextVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, Unpack
+from weakref import WeakKeyDictionary, ref
 
 from google.api_core.retry import AsyncRetry
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
@@ -19,6 +20,7 @@ from google.cloud.spanner_v1._async.transaction import Transaction
 from outbox.base.values import class_name
 from outbox.cancelling import CANCEL_TAG, check_not_registered, take_out
 from outbox.inbox import Key, ReceivedMessage, once
+from outbox.inbox.receiver import name_of
 from outbox.message import Message, check_task_id
 from outbox.observing import count_registered
 from outbox.registration import Options, Task, insert_of
@@ -36,6 +38,9 @@ P = ParamSpec("P")
 
 #: The transactions of `cancel`.
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
+#: In a function of `run_in_transaction`: its calls of this module. A weak reference, because asyncio tasks that the
+#: function starts inherit it, and may run on.
+_calls: ContextVar[Callable[[], "set[_Awaited] | None"]] = ContextVar("_calls", default=set)
 
 
 @Coroutine.register
@@ -57,7 +62,14 @@ class _Awaited:
 
 
 def _awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    return functools.wraps(function)(lambda *given, **named: cast(Any, _Awaited(function(*given, **named))))
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> Any:
+        awaited = _Awaited(function(*given, **named))
+        if (calls := _calls.get()()) is not None:
+            calls.add(awaited)
+        return awaited
+
+    return call
 
 
 class AsyncTransaction(SupportsInsert, SupportsUpdate, Protocol):
@@ -158,8 +170,15 @@ async def run_in_transaction(
 
     Raises:
         CancelledError: from asyncio. The asyncio task was cancelled.
+        TypeError: `database` is not that of an `AsyncClient`, or `function` is not `async def`, or has called a
+            function of this module and not awaited it. Nothing was committed.
         Exception: whatever `function` or Spanner raised.
     """
+    if not inspect.iscoroutinefunction(getattr(database, "run_in_transaction", None)):
+        raise TypeError(
+            f"database is {class_name(database)}. It must be the Database of a Spanner AsyncClient, as from `await "
+            "instance.database(...)`. With that of a Client use its own run_in_transaction"
+        )
     running: asyncio.Future[T] | None = None
     is_cancelled = False
 
@@ -167,7 +186,7 @@ async def run_in_transaction(
         nonlocal running
         if is_cancelled:
             raise _Cancelled
-        running = asyncio.ensure_future(function(transaction, *arguments))
+        running = asyncio.ensure_future(_checked(function, transaction, *arguments))
         try:
             return await running
         except asyncio.CancelledError:
@@ -188,6 +207,20 @@ async def run_in_transaction(
         if not whole.cancelled():
             whole.exception()  # otherwise asyncio logs it as an error that was never retrieved
         raise
+
+
+async def _checked(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Await the function of a transaction. Raises TypeError if it is none to await, or has not awaited a call."""
+    calls = set[_Awaited]()
+    _calls.set(ref(calls))
+    running = function(*arguments)
+    if not inspect.isawaitable(running):
+        raise TypeError(f"{name_of(function)} returned {class_name(running)}. It must be `async def`")
+    result = await running
+    for each in calls:
+        if each.cr_frame:  # it has not ended
+            bool(each)  # raises the error
+    return result
 
 
 class _Cancelled(Exception):

@@ -6,7 +6,7 @@ fixed before its first execution, and a replay inserts the same rows.
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
@@ -20,11 +20,12 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
 from outbox.base.schedules import CALL
-from outbox.base.values import chunked, class_name
+from outbox.base.values import check_finished, chunked, class_name
 from outbox.cancelling import check_not_registered, next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
+from outbox.inbox.receiver import name_of
 from outbox.message import Message, check_task_id
 from outbox.registration import Options, Task
 from outbox.table import states
@@ -153,13 +154,15 @@ def run_in_transaction(connection: Connection, function: Callable[..., T], *argu
     Raises:
         RetryAborted: replays have failed for 30 s.
         InvalidTransaction: see `register`.
+        TypeError: `connection` has another type, or `function` is `async def` or contains `yield`. Nothing was
+            committed.
         Exception: whatever `function` or the commit raised. The transaction is rolled back.
     """
     _check(connection)
 
     def attempt() -> T:
         try:
-            result = function(connection, *arguments)
+            result = call(function, connection, *arguments)
             connection.commit()
         except BaseException:
             with suppress(Exception):
@@ -168,6 +171,14 @@ def run_in_transaction(connection: Connection, function: Callable[..., T], *argu
         return result
 
     return repeat(attempt)
+
+
+def call(function: Callable[..., T], *arguments: Any) -> T:
+    """Call the function of a transaction. Raises TypeError if its result shows that it has not run."""
+    result = function(*arguments)
+    if isinstance(result, (Awaitable, Generator, AsyncGenerator)):
+        check_finished(result, name_of(function))
+    return result
 
 
 def repeat(attempt: Callable[[], T]) -> T:

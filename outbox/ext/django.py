@@ -85,7 +85,7 @@ def run_in_transaction(function: Callable[..., T], *arguments: Any, using: str =
 
     def attempt() -> T:
         with atomic(using, durable=True):
-            return function(*arguments)
+            return dbapi.call(function, *arguments)
 
     return dbapi.repeat(attempt)
 

@@ -86,13 +86,18 @@ def run_in_transaction(bind: Engine | sessionmaker[Any], function: Callable[...,
     """Call `function(session, *arguments)` in a transaction, commit, and return its result.
 
     After a failed replay, do all of it again with a new session. See `outbox.ext.dbapi.run_in_transaction`. An Engine
-    gets sessions whose objects stay readable after the commit.
+    gets sessions whose objects stay readable after the commit. TypeError: `bind` is something else.
     """
+    if not isinstance(bind, Engine | sessionmaker):
+        raise TypeError(
+            f"bind is {class_name(bind)}. It must be an Engine, as from sqlalchemy.create_engine, or a sessionmaker. "
+            "With a Database of the Spanner client use its own run_in_transaction"
+        )
     new = bind if isinstance(bind, sessionmaker) else sessionmaker(bind, expire_on_commit=False)
 
     def attempt() -> T:
         with new.begin() as session:
-            return function(session, *arguments)
+            return dbapi.call(function, session, *arguments)
 
     return dbapi.repeat(attempt)
 

@@ -5,7 +5,7 @@ import itertools
 import re
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -285,6 +285,28 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, shop: Database) -> Non
     with aborting(lambda call: call in due and due.pop() == call, another):
         assert stack.run(again) == "the result"
     assert (answers, rows(shop, id, order)) == ([True, False], ([order], [id]))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_function_that_does_not_run_is_refused(stack: DbApi, shop: Database) -> None:
+    """An async function, a generator function, and a function that only calls one. Nothing is committed."""
+    order = str(uuid.uuid4())
+
+    async def coroutine(*_handle: Any) -> None:
+        """Is never run."""
+
+    def generator(*_handle: Any) -> Iterator[None]:
+        yield
+
+    def after_an_order(handle: Any) -> Any:
+        stack.order(handle, order)
+        return coroutine()
+
+    for function in (coroutine, generator, after_an_order):
+        with pytest.raises(TypeError, match=r"returned a (coroutine|generator), so its work may not be done\. It must"):
+            stack.run(function)
+    assert rows(shop, order) == ([], [])
+    assert stack.run(lambda *_: iter([order])).__next__() == order  # any other result is the caller's
 
 
 def test_the_functions_of_the_guide(stack: DbApi, shop: Database) -> None:
