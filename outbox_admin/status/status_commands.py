@@ -1,11 +1,15 @@
 """`outbox status` and `workers`: unsent tasks by topic, what is wrong, and what the live workers do."""
 
 import argparse
+import dataclasses
+import math
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate, islice
 from typing import Any, TypeAlias
 
 import outbox_admin as admin
@@ -14,16 +18,17 @@ from outbox.base.values import counted, shown, spoken
 from outbox.errors import SettingError
 from outbox.program.settings import SECONDS, whole_number
 from outbox.program.terminal import Escaped, as_json, bars, cell, joined, named, note, say, shortened, table
-from outbox_admin import flags
+from outbox_admin import flags, value_types
 from outbox_admin.tasks.task_commands import error_table, follow
 
 STATUS_DESCRIPTION = """\
-Count the unsent tasks of each topic, and those registered (IN/MIN) and sent
-in the last minute. Show the age of the oldest task, when the next scheduled or
-retrying task will be due, the topics to which a live worker does not
-publish because they fail (open circuits), and the errors of unsent tasks (of at most
-1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
-step. At the end, list the problems, the most severe first.
+List what is wrong, the most severe first: since when, who did it, what follows, and the
+command to run. Then count the unsent tasks of each topic, and those registered (IN/MIN)
+and sent in the last minute. Show the age of the oldest task, when the next scheduled or
+retrying task will be due, the errors of unsent tasks, the topics to which a live worker
+does not publish because they fail (open circuits), and the next step of a reshard.
+
+A terminal shows the part that fits, the worst first, and says what it leaves out.
 
 The command reads the index at LOW priority and takes no locks. It stops counting at
 10,000 tasks of each shard and topic (shown as >=), or earlier if many topics have many
@@ -31,6 +36,7 @@ tasks. --exact counts all tasks.
 
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...
+    outbox status --topic orders --topic mails ...
     outbox status --max-age 5m --max-pending 10000 --max-dead 0 ... || notify-on-call
     outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
 WORKERS_DESCRIPTION = """\
@@ -50,6 +56,9 @@ CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
 Row: TypeAlias = "tuple[Sequence[object], admin.rows.backlog.Line]"
 #: Seconds between two updates of --watch.
 REFRESH_SECONDS = 5.0
+#: The columns that a narrow terminal can do without, those that it needs least first.
+LEAST = ("NEXT DUE", "IN/MIN", "SCHEDULED", "RETRYING", "SENT/MIN", "BLOCKED", "DEAD")
+NOTHING = "no unsent tasks, and no task sent in the last minute"
 COUNT = whole_number(0, 1_000_000_000)
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -57,6 +66,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 def add(commands: Any) -> None:
     """Add the two commands to the subparsers `commands`."""
     parser = flags.command(commands, "status", "unsent tasks by topic", STATUS_DESCRIPTION, run_status)
+    add_topics(parser)
     flags.switch(parser, "--json", "Print one JSON object instead of a table")
     flags.switch(parser, "--watch", "Update every five seconds, until Ctrl-C")
     flags.switch(parser, "--exact", "Count all tasks, without a limit")
@@ -72,6 +82,12 @@ def add(commands: Any) -> None:
     flags.switch(parser, "--json", "Print one JSON object instead of a table")
     text = "Exit code 1 if a shard has no live worker, three died within the hour, or settings differ or are unknown"
     flags.switch(parser, "--check", text)
+
+
+def add_topics(parser: argparse.ArgumentParser) -> None:
+    """Add `--topic`, which may be given several times."""
+    text = "Only this topic. Repeat it for several ones"
+    flags.add(parser, "--topic", value_types.TOPIC, text, metavar="TOPIC", action="append", dest="topics")
 
 
 def run_status(options: argparse.Namespace) -> int:
@@ -95,16 +111,25 @@ def _read(task_table: "admin.rows.task_table.TaskTable", options: argparse.Names
     # Count far enough to decide whether --max-pending or --max-dead is exceeded.
     highest = max((each for each in (options.max_pending, options.max_dead) if each is not None), default=None)
     limit = None if highest is None else max(admin.rows.backlog.COUNT_LIMIT, highest + 1)
-    return read_noted(task_table, exact=options.exact, limit=limit)
+    return read_noted(task_table, options.topics, exact=options.exact, limit=limit)
 
 
-def read_noted(task_table: "admin.rows.task_table.TaskTable", **limits: Any) -> "admin.rows.backlog.Backlog":
-    """Return the backlog. If it does not have all topics, print a note. Raises NotReached, OutboxError."""
+def read_noted(
+    task_table: "admin.rows.task_table.TaskTable", only: Sequence[str] | None, **limits: Any
+) -> "admin.rows.backlog.Backlog":
+    """Return the backlog, or that of some topics. Print a note if it does not have all topics, or they are unknown.
+
+    Raises NotReached, OutboxError.
+    """
     found = admin.rows.backlog.read(task_table, **limits)
     if not found.whole:
         topics = f"{admin.rows.backlog.MAX_TOPICS:,}"
         note(f"there are more than {topics} topics. Only the first {topics} are counted")
-    return found
+    if not only:
+        return found
+    if unknown := admin.topics.editing.unknown(task_table, only):
+        note(flags.unknown_topics(task_table, unknown))
+    return dataclasses.replace(found, lines=[line for line in found.lines if line.topic in only])
 
 
 def _watch(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> None:
@@ -153,19 +178,59 @@ def _rendered(
     options: argparse.Namespace,
     history: "admin.status.last_hour.History | None" = None,
 ) -> Escaped:
-    status = admin.status.problems.read(task_table, backlog)
+    status = admin.status.problems.read(task_table, backlog, topics=options.topics)
     if options.json:
-        return _json(status)
-    parts: list[str] = [_text(backlog)]
-    if history:
-        parts += ["", _curves(history)]
-    if status.errors:
-        parts += ["", error_table(status.errors)]
-    if status.reshard:
-        parts += ["", str(status.reshard)]
-    if status.problems:
-        parts += ["", table(("PROBLEM",), [[each.text] for each in status.problems])]
-    return joined(*parts)
+        return _json(status, options)
+    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
+    screen = shutil.get_terminal_size() if sys.stdout.isatty() else None
+    others = {
+        "the last hour": _curves(history) if history else "",
+        "circuits": "" if screen else _circuits(backlog, options.topics),  # a problem each
+        "errors": error_table(status.errors) if status.errors else "",
+        "reshard": cell(str(status.reshard or "")),
+    }
+    most = screen.lines - 3 if screen else math.inf
+    cards = [[*_card(each, options)] for each in status.problems]
+    sizes = [sum(1 + len(line) // (screen.columns if screen else len(line) + 1) for line in card) for card in cards]
+    number = _fitting(sizes, most * 0.6)
+    left_out = [counted(len(cards) - number, "problem")] if number < len(cards) else []
+    parts: list[str] = [head]
+    if cards:
+        parts += ["", "PROBLEMS", *(line for card in cards[:number] for line in card)]
+    used = len(parts) + sum(sizes[:number]) - sum(map(len, cards[:number]))
+    further = {name: ["", *text.split("\n")] for name, text in others.items() if text}
+    reserve = sum(islice(map(len, further.values()), _fitting([*map(len, further.values())], most / 4)))
+    topics, more = _topics(status, max(4, most - used - 3 - reserve))
+    parts += ["", *topics.split("\n")]
+    used += 1 + len(topics.split("\n"))
+    for name, lines in further.items():
+        if used + len(lines) > most:
+            left_out.append(name)
+        else:
+            parts += lines
+            used += len(lines)
+    if left_out := [*more, *left_out]:
+        parts.append(f"Left out, because the terminal is small: {', '.join(left_out)}")
+    return joined(*map(Escaped, parts))
+
+
+def _fitting(sizes: Sequence[int], most: float) -> int:
+    """Return how many of the first blocks, by their lines, fit into so many lines, at least one."""
+    return max(1, sum(lines <= most for lines in accumulate(sizes)))
+
+
+def _topics(status: "admin.status.problems.Status", most: float) -> tuple[Escaped, list[str]]:
+    """Return the table of the topics, those with problems first, and what did not fit into `most` lines."""
+    backlog, lines = status.backlog, status.backlog.topics()
+    found = [lines[topic] for topic in status.topics() if topic in lines]
+    kept = found if len(found) + 2 <= most else found[: int(most) - 2]
+    rows: list[Row] = [((line.topic + (" (paused)" if line.paused else ""),), line) for line in kept]
+    rows += [(("all",), backlog.total)] if rows else []
+    text, left_out = figures_table(backlog, ("TOPIC",), rows)
+    more = [counted(len(found) - len(kept), "topic")] if len(kept) < len(found) else []
+    paused = any(line.paused for line in backlog.lines)
+    remarks = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
+    return joined(text if rows else NOTHING, *remarks), [*more, *left_out]
 
 
 def _curves(history: "admin.status.last_hour.History") -> Escaped:
@@ -184,16 +249,40 @@ def _curves(history: "admin.status.last_hour.History") -> Escaped:
     return table(("LAST HOUR", "", "MAX", "LAST"), rows) if rows else Escaped("no worker has sent its history yet")
 
 
-def _json(status: "admin.status.problems.Status") -> Escaped:
+def _json(status: "admin.status.problems.Status", options: argparse.Namespace) -> Escaped:
     backlog, reshard = status.backlog, None
     if found := status.reshard:
         reshard = {"from": found.change.former, "to": found.change.target, "since": found.change.operation.started_at}
         reshard |= {"next_step": found.step.text, "waits_for": found.step.waits_for}
     topics = [{"topic": line.topic, "paused": line.paused, **fields(backlog, line)} for line in backlog.lines]
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
-    why = {"problems": status.problems, "errors": status.errors}
+    why = {"problems": [_problem(each, options) for each in status.problems], "errors": status.errors}
     circuits = admin.status.live_workers.open_circuits(backlog.workers)
+    circuits = [each for each in circuits if not options.topics or each.topic in options.topics]
     return as_json({**total, "topics": topics, **why, "circuits": circuits, "reshard": reshard})
+
+
+def _problem(problem: "admin.status.problems.Problem", options: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON fields of a problem."""
+    names = ("kind", "topic", "is_bad", "text", "since", "effects", "number")
+    by, action = problem.by, problem.action
+    return {
+        **{name: getattr(problem, name) for name in names},
+        "by": by and {"operation": by.id, "principal": by.principal, "reason": by.reason},
+        "command": flags.command_line(action.command, *action.arguments, **flags.place(options), **action.flags),
+    }
+
+
+def _card(problem: "admin.status.problems.Problem", options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a problem: what is wrong, since when and by whom, what follows, and the command."""
+    by = problem.by
+    yield cell(problem.text)
+    who = f"by {by.principal}{f': {by.reason}' if by.reason else ''}" if by else ""
+    since = f"since {problem.since:%Y-%m-%d %H:%M}" if problem.since else ""
+    if since or who:
+        yield f"    {cell(', '.join(filter(None, [since, who])))}"
+    yield from (f"    {cell(effect)}" for effect in problem.effects)
+    yield f"    $ {cell(_problem(problem, options)['command'])}"
 
 
 def _figures(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line") -> list[object]:
@@ -214,33 +303,43 @@ def fields(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line
     }
 
 
-def _text(backlog: "admin.rows.backlog.Backlog") -> Escaped:
-    rows: list[Row] = [((line.topic + (" (paused)" if line.paused else ""),), line) for line in backlog.lines]
-    total: list[Row] = [(("all",), backlog.total)] if rows else []
-    paused = any(line.paused for line in backlog.lines)
-    remarks = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
-    none = "no unsent tasks, and no task sent in the last minute"
-    return listing(backlog, ("TOPIC",), rows + total, none, *remarks)
+def figures_table(
+    backlog: "admin.rows.backlog.Backlog", heads: Sequence[str], rows: Sequence[Row]
+) -> tuple[Escaped, list[str]]:
+    """Return a table with the figures of each row behind its first cells, and the columns that do not fit.
 
-
-def listing(
-    backlog: "admin.rows.backlog.Backlog", heads: Sequence[str], rows: Sequence[Row], none: str, *remarks: str
-) -> Escaped:
-    """Return a table with the figures of each row behind its first cells, or `none`, and the open circuits."""
-    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
+    A terminal does not show columns in which no row has anything.
+    """
+    heads = (*heads, *LINE_HEADS)
     cells = [[*first, *_figures(backlog, line)] for first, line in rows]
-    figures = table((*heads, *LINE_HEADS), cells) if rows else none
-    return joined(head, figures, *remarks, *_circuit_lines(backlog.workers, backlog.as_of))
+    if not sys.stdout.isatty():
+        return table(heads, cells), []
+    width, kept, left_out = shutil.get_terminal_size().columns, [*range(len(heads))], list[str]()
+    empty = [head for at, head in enumerate(heads) if head in LEAST and all(row[at] in (0, "-") for row in cells)]
+    for head in (*empty, *(each for each in LEAST if each not in empty)):
+        if head not in empty:
+            if sum(2 + max(len(cell(row[at])) for row in [heads, *cells]) for at in kept) - 2 <= width:
+                break
+            left_out.append(head)
+        kept.remove(heads.index(head))
+    return table([heads[at] for at in kept], [[row[at] for at in kept] for row in cells]), left_out
 
 
 def _number(name: str, value: int, at_least: set[str]) -> object:
     return f">= {value:,}" if name in at_least else value
 
 
-def _circuit_lines(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> list[str]:
+def _circuits(backlog: "admin.rows.backlog.Backlog", only: Sequence[str] | None = None) -> str:
+    """Return the table of the open circuits, of all topics or of some, or an empty text."""
+    return "\n".join(circuit_lines(backlog.workers, backlog.as_of, only)[1:])
+
+
+def circuit_lines(
+    workers: "Sequence[admin.rows.workers.Worker]", now: datetime, only: Sequence[str] | None = None
+) -> list[str]:
     """Return an empty line and a table, or nothing if all circuits are closed."""
     rows = []
-    for each in admin.status.live_workers.open_circuits(workers):
+    for each in (each for each in admin.status.live_workers.open_circuits(workers) if not only or each.topic in only):
         wait = (each.next_probe - now).total_seconds()
         state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
         since = f"{spoken((now - each.since).total_seconds())} ago"
@@ -264,7 +363,7 @@ def run_workers(options: argparse.Namespace) -> int:
     else:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
-        say(head, *listed, *_circuit_lines(workers, now))
+        say(head, *listed, *circuit_lines(workers, now))
     known = admin.status.live_workers.lost(workers, [each for each in rows if not each.is_live])
     problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:

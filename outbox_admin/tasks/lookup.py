@@ -7,7 +7,7 @@ import json
 import re
 import unicodedata
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -36,6 +36,8 @@ _ALL_COLUMNS = tuple(dict.fromkeys((*_COLUMNS, *ddl.columns())))
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
 #: Max tasks of a state that are read to count their errors.
 ERRORS_READ = 1_000
+#: What a person must know of a count that is `at_least`.
+OF_PART = f"Of a state with more than {ERRORS_READ:,} tasks, the oldest and the newest {ERRORS_READ // 2} are counted"
 #: The selection of all tasks of a state.
 ALL = TaskSelection()
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
@@ -95,19 +97,25 @@ class BlockedHead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorCount:
-    """A number of unsent tasks with the same topic, state and error. If `at_least`, there may be more.
+    """A number of unsent tasks with the same state and error, of all `topics`. If `at_least`, there may be more.
 
-    `error` is the LastError of one of them. `first` and `last` are when the first and the last of them were registered,
-    because the table has no times of failures.
+    `topics` are those with most of the tasks first. `error` is the LastError of one of the tasks. `first` and `last`
+    are when the first and the last of them were registered, because the table has no times of failures.
     """
 
-    topic: str
+    topics: Mapping[str, int]
     state: str
     error: str | None
     tasks: int
     at_least: bool
     first: datetime
     last: datetime
+
+    @property
+    def of(self) -> str:
+        """Return the topics as a text, the first three of many."""
+        more = f" and {len(self.topics) - 3:,} more" if len(self.topics) > 3 else ""
+        return ", ".join([*self.topics][:3]) + more
 
     @property
     def part(self) -> str:
@@ -151,33 +159,42 @@ def find(
 
 
 def count_errors(tasks: Iterable[Task], *, at_least: bool = False) -> list[ErrorCount]:
-    """Return the number of tasks with the same topic, state and error, highest first."""
-    groups: dict[tuple[str, str, str], list[Task]] = defaultdict(list)
+    """Return the number of tasks with the same state and error, highest first."""
+    groups: dict[tuple[str, str], list[Task]] = defaultdict(list)
     for task in tasks:
-        groups[task.columns["Topic"], task.state, task_sql.error_group(task.columns["LastError"])].append(task)
+        groups[task.state, task_sql.error_group(task.columns["LastError"])].append(task)
     counts = []
-    for (topic, state, _), found in groups.items():
+    for (state, _), found in groups.items():
+        topics = dict(Counter(task.columns["Topic"] for task in found).most_common())
         times = [task.columns["CreatedAt"] for task in found]
         error = found[0].columns["LastError"]
-        counts.append(ErrorCount(topic, state, error, len(found), at_least, min(times), max(times)))
-    return sorted(counts, key=lambda each: (-each.tasks, each.topic))
+        counts.append(ErrorCount(topics, state, error, len(found), at_least, min(times), max(times)))
+    return sorted(counts, key=lambda each: (-each.tasks, each.of))
 
 
 def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:
     """Return the errors of all unsent tasks as of a backlog, highest count first. Raises NotReached, OutboxError.
 
-    At most ERRORS_READ tasks of each state are read. A recorded failure sets AvailableAt. So of the pending tasks, only
+    Of a state with more than ERRORS_READ tasks, the oldest half and the newest half of so many are read: otherwise old
+    errors would hide a new one. A recorded failure sets AvailableAt. So of the pending tasks, only
     the due ones are read, however many are ready.
     """
     found: list[ErrorCount] = []
     lines = backlog.topics()
-    reader = _Reader(table, ALL, _BEGIN, newest=False, limit=ERRORS_READ, at=backlog.as_of)
+    oldest, newest = (
+        _Reader(table, ALL, _END if newest else _BEGIN, newest=newest, limit=ERRORS_READ // 2, at=backlog.as_of)
+        for newest in (False, True)
+    )
     for state in UNSENT:
         if topics := [topic for topic, line in lines.items() if getattr(line, state)]:
             range_ = "due" if state == "pending" else state
-            tasks = reader.of_ranges([range_], topics, max(ERRORS_READ, range_limit(ranges_of(table.shards, topics))))
-            failed = [dataclasses.replace(task, state=state) for task in tasks if task.columns["LastError"]]
-            found += count_errors(failed, at_least=len(tasks) == ERRORS_READ)
+            ceiling = max(ERRORS_READ, range_limit(ranges_of(table.shards, topics)))
+            tasks = oldest.of_ranges([range_], topics, ceiling)
+            if is_part := len(tasks) == ERRORS_READ // 2:
+                tasks += newest.of_ranges([range_], topics, ceiling)
+            read = {task.columns["Id"]: dataclasses.replace(task, state=state) for task in tasks}.values()
+            failed = [task for task in read if task.columns["LastError"]]
+            found += count_errors(failed, at_least=is_part and len(read) == len(tasks))
     return sorted(found, key=lambda count: -count.tasks)
 
 

@@ -124,8 +124,7 @@ def _note_holds(
     controls = task_table.controls() if topics else {}
     workers = admin.rows.workers.live(task_table, at) if topics else []
     for topic in topics:
-        is_paused = topic in controls and controls[topic].paused
-        if hold := admin.status.problems.hold(workers, topic, at, is_paused=is_paused):
+        if hold := admin.status.problems.hold(workers, topic, at, controls.get(topic)):
             note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 
 
@@ -293,8 +292,9 @@ def follow(read: Callable[[], T], seconds: float, remark: str = "") -> Iterator[
 def error_table(counts: "Sequence[admin.tasks.lookup.ErrorCount]") -> Escaped:
     """Return a table of the first SHOWN counts."""
     rows = [
-        [f">= {each.tasks:,}" if each.at_least else each.tasks, each.state, each.topic, shortened(each.error)]
+        [f">= {each.tasks:,}" if each.at_least else each.tasks, each.state, each.of, shortened(each.error)]
         for each in counts[:SHOWN]
     ]
     others = [f"... and {len(counts) - SHOWN:,} more"] if len(counts) > SHOWN else []
-    return joined(table(("TASKS", "STATE", "TOPIC", "ERROR"), rows), *others)
+    cut = [admin.tasks.lookup.OF_PART] if any(each.at_least for each in counts) else []
+    return joined(table(("TASKS", "STATE", "TOPICS", "ERROR"), rows), *others, *cut)

@@ -85,9 +85,10 @@ def search(visit: Visit) -> Response:
     # Sent tasks of a key are not read, because there may be millions.
     of_key = TaskSelection(ordering_key=text)
     keyed = lookup.find(visit.console.table, selection=of_key, limit=RESULTS).tasks if text else []
-    if len(ids) == 1 and not keyed:
+    topics = visit.reading.value.topics(text)[:RESULTS] if text and visit.reading.value else []
+    if len(ids) == 1 and not keyed and not topics:
         return RedirectResponse(visit.link("/task", id=ids[0]), 303)
-    return render(visit, "tasks/search", text=text, ids=ids, keyed=keyed, most=RESULTS)
+    return render(visit, "tasks/search", text=text, ids=ids, keyed=keyed, topics=topics, most=RESULTS)
 
 
 def show_one(visit: Visit) -> Response:

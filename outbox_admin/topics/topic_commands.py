@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import outbox_admin as admin
-from outbox.base.values import counted, json_value, topic_name
+from outbox.base.values import counted, json_value, shown, topic_name
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
 from outbox.program.terminal import CONFIRM_ABOVE, Escaped, as_json, by_field, confirm, escaped, named, note, say
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 from outbox_admin import flags, value_types
-from outbox_admin.status.status_commands import fields, listing, read_noted
+from outbox_admin.status.status_commands import add_topics, circuit_lines, fields, figures_table, read_noted
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
@@ -80,6 +80,7 @@ def add(commands: Any) -> None:
     pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
     resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
     showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, run_topics)
+    add_topics(showing)
     flags.switch(showing, "--json", "Print one JSON object instead of a table")
     flags.switch(showing, "--exact", "Count all tasks, without a limit")
     actions = showing.add_subparsers(metavar="ACTION")
@@ -181,21 +182,30 @@ def _write(
 def run_topics(options: argparse.Namespace) -> None:
     """Print the topics. Raises SettingError, NotReached, OutboxError."""
     table = flags.open_table(options)
-    backlog = read_noted(table, exact=options.exact)
+    backlog = read_noted(table, options.topics, exact=options.exact)
     controls, lines = table.controls(), backlog.topics()
     none = admin.rows.backlog.Line("", at_least=set(() if backlog.whole else admin.rows.backlog.COUNTS))
-    names = sorted({*controls, *lines})
+    names = sorted(name for name in {*controls, *lines} if not options.topics or name in options.topics)
     topics = [(topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in names]
     if options.json:
         rows = [
             {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
             for topic, row, line in topics
         ]
-        circuits = admin.status.live_workers.open_circuits(backlog.workers)
+        circuits = [
+            each
+            for each in admin.status.live_workers.open_circuits(backlog.workers)
+            if not options.topics or each.topic in options.topics
+        ]
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
-        listed = [((topic, described(row)), line) for topic, row, line in topics]
-        say(listing(backlog, ("TOPIC", "CONTROL"), listed, "no topics"))
+        text, left_out = figures_table(
+            backlog, ("TOPIC", "CONTROL"), [((topic, described(row)), line) for topic, row, line in topics]
+        )
+        say(f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}")
+        say(text if topics else "no topics", *circuit_lines(backlog.workers, backlog.as_of, options.topics))
+        if left_out:
+            note(f"the terminal is too narrow for {', '.join(left_out)}")
 
 
 def run_export(options: argparse.Namespace) -> None:

@@ -50,7 +50,7 @@ from outbox_admin.operations import Author, Operation
 from outbox_admin.status import charts, last_hour, live_workers, problems
 from outbox_admin.status.last_hour import History
 from outbox_admin.status.live_workers import runs
-from outbox_admin.tasks.lookup import Task
+from outbox_admin.tasks.lookup import OF_PART, Task
 from outbox_admin.value_types import TEXT
 from outbox_admin.web.roles import Refused, Role
 
@@ -72,16 +72,6 @@ class Status(problems.Status):
 
     history: History
     operations: Sequence[Operation]
-
-    def topics(self) -> list[str]:
-        """Return the topics: first those with a problem, then those with most unsent tasks, and then by name."""
-        lines, bad = self.backlog.topics(), {each.topic for each in self.problems}
-
-        def rank(topic: str) -> tuple[bool, bool, int, str]:
-            line = lines.get(topic)
-            return topic not in bad, not (line and line.dead + line.blocked), -(line.unsent if line else 0), topic
-
-        return sorted({*lines, *self.controls}, key=rank)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -326,10 +316,10 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters.update(
     spoken=spoken,
-    time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+    time=lambda time: f"{time.year:04}-{time:%m-%d %H:%M:%S} UTC",
     clock=lambda time: f"{time:%H:%M:%S} UTC",
     hour=lambda time: f"{time:%H:%M}",
-    iso=lambda time: f"{time:%Y-%m-%dT%H:%M:%SZ}",
+    iso=lambda time: f"{time.year:04}-{time:%m-%dT%H:%M:%SZ}",
     described=described,
     runs=runs,
     # The value of a form field, which the browser sends back: with its control characters.
@@ -340,6 +330,7 @@ _ENVIRONMENT.globals |= {
     "counting": rows.backlog,
     "differing": live_workers.differing,
     "hold": problems.hold,
+    "OF_PART": OF_PART,
     "open_circuits": live_workers.open_circuits,
 }
 _ENVIRONMENT.globals |= {"Role": Role, "counted": counted, "charts": charts, "FILES": FILES}

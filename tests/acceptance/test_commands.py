@@ -186,16 +186,16 @@ def test_cancel_asks_at_a_terminal(outbox: Commands, database: Database):
 def test_errors_that_are_not_all_read_are_lower_bounds(
     outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    """At most ERRORS_READ tasks of a state are read, and at most ROWS errors are shown."""
+    """At most ERRORS_READ tasks of a state are read, the oldest and the newest. At most SHOWN errors are shown."""
     insert(
         database,
         [row(f"dead-{n}", "dead", LastError=f"error {'ab'[n % 2]}") for n in range(5)] + [row("r", "retrying")],
     )
     monkeypatch.setattr(lookup, "ERRORS_READ", 4)
     monkeypatch.setattr(task_commands, "SHOWN", 2)
-    lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
+    lines = outbox.here("status", "--exact").stdout.partition("TASKS")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
-    assert lines[3] == "... and 1 more"
+    assert lines[3:] == ["... and 1 more", lookup.OF_PART]
 
 
 def test_print_needs_no_spanner():

@@ -49,7 +49,7 @@ GCLOUD = {
     "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
     "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
 }
-TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
+TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00)?")
 DURATION = re.compile(r"\b\d+(\.\d+)?( s|[smhd]( \d+[smh])?)\b")
 
 
@@ -240,7 +240,7 @@ def test_the_commands_of_a_transcript_print_its_output(
 
 def stable(line: str, database: Database) -> str:
     """Return a line without what differs from run to run, which includes the width of columns."""
-    if line.startswith("  "):  # a part of a message, or a number of tasks
+    if line.startswith("  ") and not re.match(" +(since |by |[$] |[^ ]+ is late)", line):  # of a message, or a number
         return re.sub(" +$", "", line)
     for name, pattern in (PRINTED | {"HOST:PORT": r"127\.0\.0\.1:\d+"}).items():
         line = re.sub(pattern, name, line)

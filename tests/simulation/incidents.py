@@ -157,10 +157,13 @@ class Stage:
         rows = self.table.unsent_rows()
         behind = Counter(row.blocked_by for row in rows if row.blocked_by)
         heads = [self._head(id, number) for id, number in behind.most_common(1) if id]
-        return problems.find(found, orphans=[], controls=self.table.controls, paused_by={}, blocked=heads)
+        return problems.find(found, orphans=[], controls=self.table.controls, changed_by={}, blocked=heads)
 
     def _head(self, id: str, number: int) -> BlockedHead:
-        task: Any = SimpleNamespace(state=state_of(self.table.rows[id], self.table.time()))
+        row = self.table.rows[id]
+        columns = {"Topic": row.topic, "OrderingKey": row.ordering_key, "CreatedAt": row.created_at}
+        columns |= {"LastError": row.last_error}
+        task: Any = SimpleNamespace(state=state_of(row, self.table.time()), columns=columns)
         return BlockedHead(id, number, task)
 
 

@@ -21,12 +21,13 @@ from outbox.rows.workers import MINUTES, TAKE_OVER, Worker
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox_admin.console import routes
+from outbox_admin.flags import command_line
 from outbox_admin.operations import Operation
 from outbox_admin.status import charts
 from outbox_admin.status.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox_admin.status.last_hour import JOINED, WHOLE, History, Seen, Values
 from outbox_admin.status.live_workers import shards_without_worker
-from outbox_admin.status.problems import SHOWN, Problem, find
+from outbox_admin.status.problems import SHOWN, Action, Problem, find
 from outbox_admin.tasks.lookup import BlockedHead
 from outbox_admin.web import visits
 from outbox_admin.web.visits import _ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Status, Visit
@@ -136,7 +137,7 @@ def status(**values: Any) -> Status:
 
 def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
     lines = [Line("a"), Line("b", pending=5), Line("c", dead=1), Line("d", pending=9), Line("e")]
-    late = Problem("late", "e", is_bad=True, text="")
+    late = Problem("late", "e", True, "", OVERVIEW)
     found = status(backlog=Backlog(NOON, (), lines), problems=[late], controls={"f": TopicControls(paused=True)})
     assert found.topics() == ["e", "c", "d", "b", "a", "f"]
 
@@ -163,62 +164,105 @@ BLOCKED = Line("orders", blocked=90)
 EITHER = "either they stopped, or Spanner refuses their writes"
 LIMITED = dataclasses.replace(OLD, at_limit=True)
 FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
+LIMIT = {"orders": TopicControls(rate_per_second=5, burst=10)}
+OVERVIEW = Action("Topics", "/", {}, "topics")
 
 
 def silent(age: float) -> Worker:
     return Worker(f"worker-{age}", age, NOON, NOON - timedelta(seconds=age), {})
 
 
+HEAD = mock.Mock(state="dead", columns={"Topic": "orders", "OrderingKey": "k", "LastError": "no", "CreatedAt": NOON})
+LATENESS = "orders is late: its oldest task has waited 14m"
+
+
 @pytest.mark.parametrize(
-    ("given", "level", "sentences"),
+    ("given", "level", "found"),
     [
-        ({"lines": [NEW]}, "ok", ["Healthy: oldest task 0.4s, 1 live worker, no dead tasks"]),
-        ({}, "ok", ["Healthy: oldest task 0.0s, 1 live worker, no dead tasks"]),
-        ({"lines": [NEW, DEAD]}, "warn", ["2 dead tasks of orders"]),
-        ({"lines": [DEAD], "workers": [FAILING]}, "warn", [OPEN, "2 dead tasks of orders"]),
-        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", [
-            "2 shards without a live worker: no task there is published", OPEN]),
-        ({"lines": [dataclasses.replace(OLD, dead=2)], "workers": [FAILING], "orphans": [1]}, "bad", [
-            "1 shard without a live worker: no task there is published", OPEN,
-            "orders is late: its oldest task has waited 14m", "2 dead tasks of orders"]),
-        ({"lines": [OLD, PAUSED_TOO]}, "bad", [
-            "orders is late: its oldest task has waited 14m", "mails is paused: 150 pending tasks"]),
-        ({"lines": [OLD], "workers": ()}, "bad", [
-            "No live worker, so no task is published. Pending: 3 tasks",
-            "orders is late: its oldest task has waited 14m"]),
-        ({"lines": [OLD], "workers": (), "silent": [silent(20), silent(80), *[silent(600)] * 2]}, "bad", [
-            f"No heartbeat since 2026-11-26 11:59:40, of 1 worker: {EITHER}. Pending: 3 tasks",
-            "orders is late: its oldest task has waited 14m"]),
-        ({"silent": [silent(80)] * 2}, "ok", ["Healthy: oldest task 0.0s, 1 live worker, no dead tasks"]),
-        ({"silent": [silent(4_000), *[silent(600)] * 3]}, "warn", [
-            "3 workers died within the hour, the last one 10m ago: worker-600"]),
-        ({"lines": [LIMITED], "controls": {"orders": TopicControls(rate_per_second=5, burst=10)}}, "warn", [
-            "orders is sent at its limit of 5 tasks a second, 10 at once: its oldest task has waited 14m"]),
-        ({"lines": [MANY]}, "warn", ["at least 2 dead tasks of orders"]),
-        ({"lines": [PAUSED]}, "warn", ["orders is paused: 150 pending tasks"]),
-        ({"lines": [PAUSED], "paused_by": {"orders": PAUSE}}, "warn", [
-            "orders is paused since 2026-11-26 07:00, by ann: 150 pending tasks"]),
-        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", [
-            "90 blocked tasks behind the heads of ordering keys, most behind a"]),
-        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, mock.Mock(state="dead"))]}, "bad", [
-            "90 blocked tasks behind the heads of ordering keys, most behind a, which is dead"]),
-        ({"controls": {"orders": TopicControls(publish_to="no/topic")}}, "bad", [
-            "orders: its route to 'no/topic' is invalid, so its tasks are not published"]),
-        ({"controls": {"orders": TopicControls(publish_to="orders-v2")}, "workers": [FAILING]}, "warn", [
-            OPEN.replace("orders", "orders (routed to orders-v2)")]),
+        ({"lines": [NEW]}, "ok", {}),
+        ({}, "ok", {}),
+        ({"lines": [NEW, DEAD]}, "warn", {"2 dead tasks of orders": []}),
+        ({"lines": [DEAD], "workers": [FAILING]}, "warn", {OPEN: [], "2 dead tasks of orders": []}),
+        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", {
+            "2 shards without a live worker: no task there is published": [], OPEN: []}),
+        ({"lines": [dataclasses.replace(OLD, dead=2)], "workers": [FAILING], "orphans": [1]}, "bad", {
+            "1 shard without a live worker: no task there is published": [], OPEN: [LATENESS],
+            "2 dead tasks of orders": []}),
+        ({"lines": [OLD], "orphans": [1]}, "bad", {
+            "1 shard without a live worker: no task there is published": [LATENESS]}),
+        ({"lines": [OLD, PAUSED_TOO]}, "bad", {LATENESS: [], "mails is paused: 150 pending tasks": []}),
+        ({"lines": [OLD], "workers": ()}, "bad", {
+            "No live worker, so no task is published. Pending: 3 tasks": [LATENESS]}),
+        ({"lines": [dataclasses.replace(OLD, topic=name) for name in "abcde"], "workers": ()}, "bad", {
+            "No live worker, so no task is published. Pending: 15 tasks": [
+                *(LATENESS.replace("orders", name) for name in "abc"), "2 more topics late"]}),
+        ({"lines": [OLD], "workers": (), "silent": [silent(20), silent(80), *[silent(600)] * 2]}, "bad", {
+            f"No heartbeat since 2026-11-26 11:59:40, of 1 worker: {EITHER}. Pending: 3 tasks": [LATENESS]}),
+        ({"silent": [silent(80)] * 2}, "ok", {}),
+        ({"silent": [silent(4_000), *[silent(600)] * 3]}, "warn", {
+            "3 workers died within the hour, the last one 10m ago: worker-600": []}),
+        ({"lines": [LIMITED], "controls": LIMIT}, "warn", {
+            "orders is sent at its limit of 5 tasks a second, 10 at once: its oldest task has waited 14m": []}),
+        ({"lines": [OLD], "controls": LIMIT}, "bad", {
+            f"{LATENESS}, and it has a limit of 5 tasks a second, 10 at once": []}),
+        ({"lines": [MANY]}, "warn", {"at least 2 dead tasks of orders": []}),
+        ({"lines": [PAUSED]}, "warn", {"orders is paused: 150 pending tasks": []}),
+        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", {
+            "orders: 90 blocked tasks behind a": []}),
+        ({"lines": [dataclasses.replace(OLD, blocked=90, dead=1)], "blocked": [BlockedHead("a", 90, HEAD)]}, "bad", {
+            "orders: 90 blocked tasks behind a of the key k, which is dead: no": [LATENESS]}),
+        ({"lines": [dataclasses.replace(BLOCKED, dead=2)], "blocked": [BlockedHead("a", 90, HEAD)]}, "bad", {
+            "orders: 90 blocked tasks behind a of the key k, which is dead: no": [], "2 dead tasks of orders": []}),
+        ({"controls": {"orders": TopicControls(publish_to="no/topic")}}, "bad", {
+            "orders: its route to 'no/topic' is invalid, so its tasks are not published": []}),
+        ({"controls": {"orders": TopicControls(publish_to="orders-v2")}, "workers": [FAILING]}, "warn", {
+            OPEN.replace("orders", "orders (routed to orders-v2)"): []}),
     ],
 )  # fmt: skip
-def test_the_worst_problems_come_first_and_causes_before_effects(
-    given: dict[str, Any], level: str, sentences: list[str]
+def test_the_worst_problems_come_first_and_each_has_its_effects(
+    given: dict[str, Any], level: str, found: dict[str, list[str]]
 ) -> None:
-    """The first one is on every page, and decides its color."""
+    """The first one is on every page, and decides its color. A topic is late once: as the effect of its cause."""
     backlog = Backlog(NOON, given.pop("workers", (WORKER,)), given.pop("lines", ()), silent=given.pop("silent", ()))
-    usual: dict[str, Any] = {"orphans": [], "controls": {}, "paused_by": {}, "blocked": ()}
+    usual: dict[str, Any] = {"orphans": [], "controls": {}, "changed_by": {}, "blocked": ()}
     problems = find(backlog, **usual | given)
-    assert not problems or [each.text for each in problems] == sentences
+    assert [(each.text, [*each.effects]) for each in problems] == [*found.items()]
+    sentences = [*found] or ["Healthy: oldest task 0.4s, 1 live worker, no dead tasks"]
     more = f". And {counted(len(sentences) - 1, 'more problem')}" if sentences[1:] else ""
-    found = health(Reading(status(backlog=backlog, problems=problems), 1.0))
-    assert found == (level, markupsafe.escape(sentences[0] + more))
+    shown = health(Reading(status(backlog=backlog, problems=problems), 1.0))
+    assert shown[0] == level
+    assert level == "ok" or shown[1] == markupsafe.escape(sentences[0] + more)
+
+
+def test_problems_that_are_not_shown_are_counted() -> None:
+    """Of each kind, and in the sentence at the top."""
+    lines = [dataclasses.replace(OLD, topic=f"topic-{n:03}") for n in range(150)]
+    backlog = Backlog(NOON, (WORKER,), lines)
+    problems = find(backlog, orphans=[], controls={}, changed_by={}, blocked=())
+    assert ([each.number for each in problems], problems[-1].text) == ([1] * SHOWN + [140], "140 more late topics")
+    assert health(Reading(status(backlog=backlog, problems=problems), 1.0))[1].endswith("And 149 more problems")
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "command"),
+    [
+        (OLD, {"workers": [FAILING]}, "topics probe --reason=TEXT -- orders"),
+        (PAUSED, {"changed_by": {"orders": PAUSE}}, "resume --reason=TEXT -- orders"),
+        (OLD, {"controls": LIMIT, "changed_by": {"orders": PAUSE}},
+            "topics set --rate=N --burst=N --reason=TEXT -- orders"),
+        (BLOCKED, {"blocked": [BlockedHead("a", 90, HEAD)]}, "retry --reason=TEXT -- a"),
+        (DEAD, {}, "retry --state=dead --topic=orders --dry-run"),
+        (OLD, {"workers": ()}, "workers"),
+        (OLD, {}, "list --state=pending --topic=orders"),
+    ],
+)  # fmt: skip
+def test_a_problem_says_who_did_it_and_what_to_do(line: Line, more: dict[str, Any], command: str) -> None:
+    backlog = Backlog(NOON, more.pop("workers", (WORKER,)), [line])
+    usual: dict[str, Any] = {"orphans": [], "controls": {}, "changed_by": {}, "blocked": ()}
+    [problem] = find(backlog, **usual | more)
+    action = problem.action
+    assert command_line(action.command, *action.arguments, **action.flags) == f"outbox {command}"
+    assert problem.by == more.get("changed_by", {}).get("orders")
 
 
 def test_a_worker_that_has_just_started_or_left_leaves_no_shard_without_a_worker() -> None:
@@ -236,7 +280,7 @@ def test_a_worker_that_has_just_started_or_left_leaves_no_shard_without_a_worker
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:
     """Old figures are never said to be healthy, whatever the reason."""
-    late = status(problems=[Problem("late", "e", is_bad=True, text="e is late")])
+    late = status(problems=[Problem("late", "e", True, "e is late", OVERVIEW)])
     slow = "The figures are 42s old, because the read that follows takes long. Then: "
     for reading, expected in (
         (Reading(None, math.inf, "no route."), ("bad", "The figures could not be read. no route.")),
@@ -383,7 +427,7 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     status = Status(
         backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),
         operations=[operation(n) for n in range(30)], reshard=None,
-        problems=[Problem("late", each.topic, is_bad=True, text=f"{each.topic} is late") for each in lines[:SHOWN]],
+        problems=[Problem("late", each.topic, True, f"{each.topic} is late", OVERVIEW) for each in lines[:SHOWN]],
     )  # fmt: skip
     console = bare_console(status=Shared(lambda _last: status))
     handlers = {route.path: route.handler for route in routes() if route.method == "GET"}

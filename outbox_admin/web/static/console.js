@@ -41,7 +41,9 @@ function nameParts(root) {
 
 function update(page) {
   const isStill = "still" in document.getElementById("live").dataset;
-  const ids = isStill ? ["health", "person"] : ["health", "person", "live"];
+  // A person who is about to press a button there must not find another one below the pointer.
+  const isHeld = document.querySelector("#live form:is(:hover, :focus-within)");
+  const ids = isStill || isHeld ? ["health", "person"] : ["health", "person", "live"];
   if (!ids.every((id) => page.getElementById(id))) throw new Error("The console's answer is incomplete.");
   // What a person opens stays open.
   const callbacks = { beforeAttributeUpdated: (name, element) => name !== "open" || element.tagName !== "DETAILS" };
@@ -51,8 +53,9 @@ function update(page) {
     nameParts(found);
     Idiomorph.morph(old, found, { callbacks });
   }
+  document.title = page.title;
   showTimes();
-  if (isStill) return;
+  if (isStill || isHeld) return;
   const actions = (root) => [...root.querySelectorAll("main form[method=post]")].map((form) => form.getAttribute("action"));
   const offered = new Set(actions(page));
   for (const form of document.querySelectorAll("main form[method=post]")) {
@@ -64,11 +67,17 @@ function update(page) {
 }
 
 // Times are in UTC, or in the time of the reader, who chooses once. The title has both.
-const TIMES = "outbox-times", BUTTON = document.getElementById("times");
+const TIMES = "outbox-times", BUTTON = document.getElementById("times"), ZONE = document.getElementById("zone");
+let isLocal = false;
+try {
+  isLocal = localStorage.getItem(TIMES) === "local";
+} catch {
+  // A policy may block the data of sites. The choice then holds for this page.
+}
 function showTimes() {
-  const isLocal = localStorage.getItem(TIMES) === "local";
   for (const each of document.querySelectorAll("time[datetime], [data-time]")) {
     const time = new Date(each.getAttribute("datetime") ?? each.dataset.time);
+    if (Number.isNaN(time.getTime())) continue; // the text stays
     const [day, clock] = [time.toLocaleDateString("sv"), time.toLocaleTimeString("sv")];
     each.dataset.utc ??= each.dataset.time || !each.querySelector(".copied") ? each.textContent : "";
     if (each.dataset.utc) each.textContent = !isLocal ? each.dataset.utc : each.dataset.utc.length < 6 ? clock.slice(0, 5) : `${day} ${clock}`;
@@ -76,9 +85,16 @@ function showTimes() {
   }
   BUTTON.hidden = false;
   BUTTON.textContent = isLocal ? "Show times in UTC" : "Show local times";
+  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
+  ZONE.textContent = isLocal ? `Times are of ${zone}. Those with UTC beside them, and those in forms, are in UTC.` : "Times are in UTC.";
 }
 BUTTON.addEventListener("click", () => {
-  localStorage.setItem(TIMES, localStorage.getItem(TIMES) === "local" ? "utc" : "local");
+  isLocal = !isLocal;
+  try {
+    localStorage.setItem(TIMES, isLocal ? "local" : "utc");
+  } catch {
+    // as above
+  }
   showTimes();
 });
 showTimes();
