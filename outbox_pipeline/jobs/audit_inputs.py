@@ -21,11 +21,12 @@ from outbox.table.timeouts import retry_and_timeout
 from outbox.table.transactions import table_errors
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings, format_of
+from outbox_pipeline.rows.text_files import TextFiles
 from outbox_pipeline.rows.texts import ADDED, ADDED_PREFIXES, EPOCH
 from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS, KeyPart, column, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
 from outbox_pipeline.spark.files import checked, read_all_columns, read_table
-from outbox_pipeline.spark.spark_tasks import read_partitions, read_parts
+from outbox_pipeline.spark.spark_tasks import Rows, map_batches, read_partitions, read_parts
 
 #: A publish time after this one, or before 1970, is unreadable.
 _LAST = datetime(9000, 1, 1, tzinfo=UTC)
@@ -37,7 +38,7 @@ MESSAGES = schemas.optional(
     attributes=MapType(StringType(), StringType()),
     data=BinaryType(),
 )
-#: The schema for JSON lines. Every column is read as a text and parsed later.
+#: The columns of JSON lines. Each is read as a text and parsed later.
 LINES = schemas.optional(**dict.fromkeys(MESSAGES.names, StringType()))
 #: A record, without its consumer.
 RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
@@ -52,12 +53,18 @@ def messages(spark: SparkSession, settings: AuditSettings) -> DataFrame:
         form = format_of(settings.received) or "parquet"
     given = checked(spark, settings.received, form)
     if form == "avro":  # needs no jar, but a Spark task holds a whole file in memory
-        files = given.reader_of_files().format("binaryFile").load(given.path)
+        files = given.reader(only_files=True).format("binaryFile").load(given.path)
         return files.select("path", "content").mapInArrow(_decode, MESSAGES)
     if form == "json":
         given.check_columns(LINES.names)
-        return given.reader().schema(LINES).json(settings.received)
+        return map_batches(given.lines(), LINES, _of_lines, TextFiles(None, given.columns))
     return read_all_columns(given)
+
+
+def _of_lines(files: TextFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
+    """Yield the messages of JSON lines. Those of a line that is no JSON object have no values."""
+    for some in chunked(files.records(batches), ARROW_ROWS):
+        yield [{name: each.values.get(name) for name in LINES.names} for each in some]
 
 
 def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

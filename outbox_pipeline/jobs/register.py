@@ -6,7 +6,6 @@ It reads and sorts the rows. `register_rows` checks and inserts them in Spark ta
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,11 +15,12 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.listener import StreamingQueryListener
 from pyspark.sql.types import ArrayType, StringType
 
+from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import REJECTS, RegisterSettings, format_of_input
-from outbox_pipeline.jobs.register_select import NULLS, quoted, selected
+from outbox_pipeline.jobs.register_select import NULLS, selected
 from outbox_pipeline.rows.register_rows import (
     ANSWER,
     COLUMNS,
@@ -30,18 +30,18 @@ from outbox_pipeline.rows.register_rows import (
     KNOWN,
     LINE,
     OF_DATA,
+    SOME,
     WHY,
     check,
     complete,
     complete_lines,
     register_in_key_order,
     register_rows,
-    report,
 )
 from outbox_pipeline.rows.text_files import TextFiles, header
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.files import Folder, Input, checked, is_connect, read_all_columns, read_table, whole_files
-from outbox_pipeline.spark.spark_tasks import divided, map_rows, new_run, parallelism, placed
+from outbox_pipeline.spark.files import Folder, checked, is_connect, read_all_columns, read_table, whole_files
+from outbox_pipeline.spark.spark_tasks import Rows, divided, map_batches, map_rows, new_run, parallelism, placed, report
 from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: A line that ends within quotes: values with and without quotes, and then quotes that are not closed. Its quantifiers
@@ -147,7 +147,7 @@ def read(
     if format == "parquet":
         rows = read_all_columns(given).withColumn(FILE, f.expr("_metadata.file_path"))
         return prepared(selected(rows, select) if select else rows, topic=topic, key=key)
-    lines = _lines(given)
+    lines = given.lines()
     if format == "csv":
         files = TextFiles(_headers(lines, multi_line=multi_line), given.columns)
         names = dict.fromkeys(name for head in (files.heads or {}).values() for name in head)
@@ -165,19 +165,7 @@ def read(
             rows = rows.withColumn("data", f.when(f.col(WHY).isNull(), f.col(LINE)))
         return prepared(rows, topic=topic, key=key)
     check(schemas.optional(**dict.fromkeys(names, _TEXT)), topic, key)
-
-    def completed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for found in complete_lines(files, topic, key, batches):
-            yield pa.RecordBatch.from_pylist(found, schemas.arrow(schemas.INPUT))
-
-    return lines.mapInArrow(completed, schemas.INPUT)
-
-
-def _lines(given: Input) -> DataFrame:
-    """Return the lines of text files as bytes, their files, where their parts of the files begin, and their folders."""
-    columns = ["CAST(value AS BINARY)", "_metadata.file_path", "_metadata.file_block_start"]
-    lines = given.reader().text(given.path, lineSep="\n").selectExpr(*columns, *map(quoted, given.columns))
-    return lines.toDF("value", "file", "begin", *map(str, range(len(given.columns))))
+    return map_batches(lines, schemas.INPUT, complete_lines, files, topic, key)
 
 
 def _headers(lines: DataFrame, *, multi_line: bool) -> dict[str, list[str]]:
@@ -206,11 +194,11 @@ def _headers(lines: DataFrame, *, multi_line: bool) -> dict[str, list[str]]:
 def _members(files: TextFiles, lines: DataFrame) -> list[str]:
     """Return the names of the members of all JSON lines."""
 
-    def names(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def names(batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
         found = dict.fromkeys(name for record in files.records(batches) for name in record.values)
-        yield pa.RecordBatch.from_arrays([pa.array([*found], pa.string())], ["name"])
+        yield [{"name": each} for each in found]
 
-    found = dict.fromkeys(name for (name,) in lines.mapInArrow(names, "name string").collect())
+    found = dict.fromkeys(name for (name,) in map_batches(lines, schemas.optional(name=_TEXT), names).collect())
     return [name for name in found if name not in files.folders]
 
 
@@ -218,20 +206,16 @@ def _staged(files: TextFiles, lines: DataFrame, names: Sequence[str]) -> DataFra
     """Return the values of text files, and columns that `selected` hides."""
     places = [str(number) for number in range(len(names))]  # because mapInArrow refuses a dot in a name
     schema = schemas.optional(**dict.fromkeys([*places, *HIDDEN], _TEXT), **{NULLS: ArrayType(_TEXT)})
-    wanted = schemas.arrow(schema)
 
-    def staged(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        records = files.records(batches)
-        while some := list(islice(records, 1_000)):
-            columns = [[each.values.get(name) for each in some] for name in names]
-            hidden = ([getattr(each, name) for each in some] for name in ("file", "line", "why", "nulls"))
-            yield pa.RecordBatch.from_arrays(
-                [pa.array(column, pa.string()) for column in columns]
-                + [pa.array(column, type_) for column, type_ in zip(hidden, wanted.types[-4:], strict=True)],
-                schema=wanted,
-            )
+    def staged(batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
+        for some in chunked(files.records(batches), SOME):
+            yield [
+                {place: each.values.get(name) for place, name in zip(places, names, strict=True)}
+                | {FILE: each.file, LINE: each.line, WHY: each.why, NULLS: each.nulls}
+                for each in some
+            ]
 
-    return lines.mapInArrow(staged, schema).toDF(*names, *HIDDEN, NULLS)
+    return map_batches(lines, schema, staged).toDF(*names, *HIDDEN, NULLS)
 
 
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
@@ -239,15 +223,9 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
 
     Raises SettingError: a column is unknown, missing or of a wrong type.
     """
-    names = rows.columns
     check(rows.schema, topic, key)
-
-    def completed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for found in complete(names, topic, key, batches):
-            yield pa.RecordBatch.from_pylist(found, schemas.arrow(schemas.INPUT))
-
-    numbered = rows.toDF(*map(str, range(len(names))))  # because mapInArrow refuses a dot in a name
-    return numbered.mapInArrow(completed, schemas.INPUT)
+    numbered = rows.toDF(*map(str, range(len(rows.columns))))  # because mapInArrow refuses a dot in a name
+    return map_batches(numbered, schemas.INPUT, complete, rows.columns, topic, key)
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:

@@ -14,6 +14,7 @@ from pyspark.sql import functions as f
 from outbox.errors import SettingError
 from outbox_pipeline.rows.register_rows import FILE, HIDDEN, LINE, OF_REJECTS, WHY
 from outbox_pipeline.rows.text_files import null_text
+from outbox_pipeline.spark.files import quoted
 
 #: The columns of a row of text with a text that may mean NULL.
 NULLS = "(outbox) nulls"
@@ -50,11 +51,6 @@ def selected(rows: DataFrame, select: str) -> DataFrame:
     }
     columns = [value["value"].alias(name) for name, value in zip(names, found, strict=True)]
     return rows.select("*", *tried).select(*columns, *(value.alias(name) for name, value in hidden.items()))
-
-
-def quoted(name: str) -> str:
-    """Return the name of a column as SQL."""
-    return f"`{name.replace('`', '``')}`"
 
 
 def _expressions(given: DataFrame, select: str) -> Any:

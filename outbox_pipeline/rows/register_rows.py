@@ -6,7 +6,6 @@ existing task is different, the row is rejected.
 
 import itertools
 import json
-import logging
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +18,10 @@ import pyarrow as pa
 from pyspark.sql import types as t
 
 from outbox import InvalidMessage, Priority, Task
-from outbox.base.values import shown
+from outbox.base.values import chunked, shown
 from outbox.errors import SettingError
 from outbox.message import parsed
-from outbox.program.settings import DatabaseSettings, Settings, metrics_setting
+from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS as REGISTERED
 from outbox.registration import task_row
 from outbox.table.states import LONG_AGO
@@ -39,10 +38,6 @@ from outbox_pipeline.rows.texts import (
 )
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows
-from publishworker.telemetry.clients import client
-from publishworker.telemetry.metrics import PIPELINE_ROWS, Metrics
-
-_log = logging.getLogger("outbox_pipeline")
 
 #: The columns of rows, described in docs/pipeline/register.md.
 COLUMNS = (
@@ -84,7 +79,7 @@ _YEARS = "is outside of the years 1 to 9999 in UTC"
 _NOTHING = dict.fromkeys(schemas.INPUT.fieldNames())
 
 #: Rows that are parsed at once.
-_SOME = 1_000
+SOME = 1_000
 #: Max tasks in one commit. If one ID exists, the whole chunk is tried again.
 REGISTER_ROWS = 100
 _TAG = "outbox-pipeline-register"
@@ -157,7 +152,6 @@ def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
     """Check the columns of rows. Raises SettingError if one is unknown, missing, there twice or of a wrong type."""
     given = [name for name in schema.fieldNames() if name not in HIDDEN]
     there = ", ".join(given)
-    schema = t.StructType([t.StructField(_OF_SOURCE.get(field.name, field.name), field.dataType) for field in schema])
     names = [_OF_SOURCE.get(name, name) for name in given]
     if unknown := [name for name in names if name not in KNOWN.union(key)]:
         raise SettingError(
@@ -169,12 +163,12 @@ def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
         raise SettingError(f"Column data or data_base64 is missing. The rows have {there}")
     if not topic and "topic" not in names:
         raise SettingError(f"Column topic is missing. Add it or pass a topic. The rows have {there}")
-    for name, type_ in zip(given, (schema[name].dataType for name in names), strict=True):
-        _check_type(name, type_)
+    for name in given:
+        _check_type(name, schema[name].dataType)
     for name in key:
         if name not in given:
             raise SettingError(f"Key column {name!r} is missing. The rows have {there}")
-        if not isinstance(type_ := schema[_OF_SOURCE.get(name, name)].dataType, _KEY_TYPES):
+        if not isinstance(type_ := schema[name].dataType, _KEY_TYPES):
             raise SettingError(
                 f"Key column {name} is {type_.simpleString()}. Cast it to a string, such as with --select"
             )
@@ -221,7 +215,7 @@ def complete_lines(
 ) -> Iterator[Rows]:
     """Yield the lines of text files as `complete` does."""
     used = {*COLUMNS, *_OF_SOURCE, *key}
-    for some in _chunks(files.records(batches)):
+    for some in chunked(files.records(batches), SOME):
         rows = []
         for each in some:
             nulls = [name for name in each.nulls if name in used]
@@ -373,12 +367,7 @@ def register_rows(database: DatabaseSettings, began: datetime, rate: float, batc
 
 def register_in_key_order(database: DatabaseSettings, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
     """Do the same for a partition of a stream, which Spark cannot sort."""
-    yield from register_rows(database, open_table(database).now(), rate, _chunks(in_key_order(batches)))
-
-
-def _chunks(rows: Iterator[Any]) -> Iterator[list[Any]]:
-    while some := list(itertools.islice(rows, _SOME)):
-        yield some
+    yield from register_rows(database, open_table(database).now(), rate, chunked(in_key_order(batches), SOME))
 
 
 def in_key_order(batches: Iterator[Rows]) -> Iterator[Mapping[str, Any]]:
@@ -390,25 +379,6 @@ def in_key_order(batches: Iterator[Rows]) -> Iterator[Mapping[str, Any]]:
         else:
             ordered.append(row)
     yield from sorted(ordered, key=lambda row: (row["created_at"] or LONG_AGO, row["sequence"] or 0, row["task_id"]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reporting(Settings):
-    """The setting of a write that no job makes."""
-
-    metrics: str = metrics_setting()
-
-
-def report(job: str, counts: Mapping[str, int], batch: int | None) -> None:
-    """Log and count the outcomes of the rows of a write, or of a batch of a stream, where OUTBOX_METRICS says."""
-    metrics = Metrics(client(_Reporting.read({}).metrics))
-    fields = {**counts, "batch": batch}
-    text = f"{job}: " + ", ".join(f"{number} {name}" for name, number in counts.items())
-    _log.log(logging.WARNING if counts["rejected"] else logging.INFO, text, extra={"action": job, "fields": fields})
-    for name, number in counts.items():
-        if number:
-            metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
-    metrics.stop()
 
 
 @dataclass

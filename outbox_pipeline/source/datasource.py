@@ -32,13 +32,13 @@ from outbox.rows.task_table import LayoutChanged, too_old
 from outbox.table.states import CANCELLED, STATES
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RATE
-from outbox_pipeline.rows.register_rows import COUNTS, Writer, check, complete, in_key_order, json_line, report
+from outbox_pipeline.rows.register_rows import COUNTS, Writer, check, complete, in_key_order, json_line
 from outbox_pipeline.rows.texts import MICROSECOND
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.filters import ColumnFilter, bounds, equal, of_columns
 from outbox_pipeline.source.parts import IdsPart, RowFilter
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.spark_tasks import Pace, read_partitions, read_parts
+from outbox_pipeline.spark.spark_tasks import Pace, read_partitions, read_parts, report
 from outbox_pipeline.spark.stack_traces import without_stack_trace
 
 try:

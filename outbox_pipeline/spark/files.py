@@ -35,6 +35,11 @@ _BELOW_TABLE = re.compile(
 _HIDDEN = re.compile(r"/(?:\.|_(?![^/]*=))|\._COPYING_$")
 
 
+def quoted(name: str) -> str:
+    """Return the name of a column as SQL."""
+    return f"`{name.replace('`', '``')}`"
+
+
 def is_connect(spark: SparkSession) -> bool:
     """Tell whether this is a session of Spark Connect, which has no JVM."""
     return not hasattr(spark, "sparkContext")
@@ -140,15 +145,19 @@ class Input:
     #: The size of the largest file.
     largest: int = 0
 
-    def reader(self) -> DataFrameReader:
-        """Return a reader of the columns of files and folders."""
+    def reader(self, *, only_files: bool = False) -> DataFrameReader:
+        """Return a reader of the columns of files and folders, or only of those of the files."""
         # Many clusters skip damaged and missing files without an error.
         reader = self.spark.read.options(ignoreCorruptFiles=False, ignoreMissingFiles=False)
+        if only_files:
+            return reader.option("recursiveFileLookup", True)
         return reader.option("basePath", self.base) if self.columns else reader
 
-    def reader_of_files(self) -> DataFrameReader:
-        """Return a reader of the columns of the files."""
-        return self.spark.read.option("recursiveFileLookup", True)
+    def lines(self) -> DataFrame:
+        """Return the lines of text files as bytes, the file, where its part begins, and the columns of the folders."""
+        columns = ["CAST(value AS BINARY)", "_metadata.file_path", "_metadata.file_block_start"]
+        lines = self.reader().text(self.path, lineSep="\n").selectExpr(*columns, *map(quoted, self.columns))
+        return lines.toDF("value", "file", "begin", *map(str, range(len(self.columns))))
 
     def check_columns(self, of_files: Iterable[str]) -> None:
         """Raise OutboxError if files and folders have the same column. Spark would read that of the folders."""
@@ -168,7 +177,7 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
     qualified = Folder(spark, path).qualified()
     _check_tables(spark, qualified)
     if qualified.startswith("file:"):
-        _check_links(spark, qualified, format)
+        _check_links(qualified.removeprefix("file:"), format)
     sizes, nested = dict[str, int](), list[str]()
     for match, file, size in Folder(spark, path).matching():
         inside = file.removeprefix(match) or f"/{file.rpartition('/')[2]}"
@@ -184,6 +193,10 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
             )
     if not sizes:
         raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
+    # Those that are on the driver's disk, without links.
+    places = [Path(file.removeprefix("file:")) for file in sizes if file.startswith("file:")]
+    for folder in {place.resolve().parent for place in places} - {place.parent for place in places}:
+        _check_tables(spark, f"file:{folder}")
     _check_readable(sizes, format)
     begin = None if Folder(spark, path).is_literal() else PATTERN.search(qualified)
     if not begin:  # a name that looks like a pattern
@@ -205,7 +218,7 @@ def read_all_columns(given: Input) -> DataFrame:
     A column that a file does not have is NULL. If two files have different types, the OutboxError names the column.
     """
     try:
-        of_files = given.reader_of_files().option("mergeSchema", True).parquet(given.path)
+        of_files = given.reader(only_files=True).option("mergeSchema", True).parquet(given.path)
     except (PySparkException, Py4JError) as error:
         found: dict[str, tuple[str, str]] = {}
         for file in given.files:
@@ -231,16 +244,13 @@ def read_table(spark: SparkSession, flag: str, name: str) -> DataFrame:
         raise SettingError(f"{flag} {name}: {reason}") from error
 
 
-def _check_links(spark: SparkSession, path: str, format: str) -> None:
-    """Raise OutboxError if a link of the driver's disk leads into a table, or nowhere, which Spark would ignore."""
-    begin = path.removeprefix("file:").rstrip("/")
-    for each in map(Path, [begin, *glob(begin), *glob(f"{begin}/**", recursive=True)]):  # noqa: PTH207 - a whole pattern
-        if each.is_symlink() and not each.exists() and format_of(each.name) == format:
+def _check_links(path: str, format: str) -> None:
+    """Raise OutboxError if a link of the driver's disk leads nowhere, which Spark would ignore."""
+    for each in map(Path, [path, *glob(path), *glob(f"{path}/**", recursive=True)]):  # noqa: PTH207 - a whole pattern
+        if each.is_symlink() and not each.exists() and (format_of(each.name) or format) == format:
             raise OutboxError(
                 f"Spark would ignore {each}, because it is a link to {each.readlink()}, which does not exist"
             )
-        if (each.is_symlink() or str(each) == begin) and (real := str(each.resolve())) != str(each):
-            _check_tables(spark, f"file:{real}")
 
 
 def _check_tables(spark: SparkSession, path: str) -> None:

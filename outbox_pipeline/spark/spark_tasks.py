@@ -1,7 +1,9 @@
-"""What the jobs share: reads in parallel, the results of Spark tasks, and a limit of rows per second for a job."""
+"""What the jobs share: reads in parallel, the results of Spark tasks, their report, and a limit of rows per second."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -11,11 +13,16 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
+from outbox.program.settings import Settings, metrics_setting
 from outbox_pipeline import schemas
 from outbox_pipeline.spark.files import is_connect
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import PIPELINE_ROWS, Metrics
 
 #: The rows of one Arrow batch, each with its values by column.
 Rows = Sequence[Mapping[str, Any]]
+
+_log = logging.getLogger("outbox_pipeline")
 
 
 def read_parts(
@@ -31,6 +38,19 @@ def read_parts(
     return spark.range(0, len(parts), 1, len(parts)).mapInArrow(read_numbers, schema)
 
 
+def map_batches(
+    batches: DataFrame, answer: StructType, work: Callable[..., Iterator[Rows]], *arguments: Any
+) -> DataFrame:
+    """Return the rows that `work(*arguments, batches)` yields for the Arrow batches of each Spark task."""
+
+    def mapped(given: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        answers = schemas.arrow(answer)
+        for found in work(*arguments, given):
+            yield pa.RecordBatch.from_pylist(found, answers)
+
+    return batches.mapInArrow(mapped, answer)
+
+
 def map_rows(rows: DataFrame, answer: StructType, work: Callable[..., Iterator[Rows]], *arguments: Any) -> DataFrame:
     """Return the rows that `work(*arguments, batches)` yields in each Spark task. `answer` is their schema.
 
@@ -39,12 +59,11 @@ def map_rows(rows: DataFrame, answer: StructType, work: Callable[..., Iterator[R
     """
     given = rows.schema
 
-    def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        utc, answers = schemas.arrow(given), schemas.arrow(answer)
-        for found in work(*arguments, (batch.cast(utc).to_pylist() for batch in batches)):
-            yield pa.RecordBatch.from_pylist(found, answers)
+    def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
+        utc = schemas.arrow(given)
+        return work(*arguments, (batch.cast(utc).to_pylist() for batch in batches))
 
-    return rows.mapInArrow(mapped, answer)
+    return map_batches(rows, answer, mapped)
 
 
 def new_run() -> str:
@@ -71,6 +90,25 @@ def collected(rows: DataFrame) -> list[dict[str, Any]]:
     """Collect a few rows. Their times have a zone, unlike those of Spark's rows, whose zone is that of the driver."""
     found: list[dict[str, Any]] = rows.toArrow().to_pylist()
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reporting(Settings):
+    """The setting of a write that no job makes."""
+
+    metrics: str = metrics_setting()
+
+
+def report(job: str, counts: Mapping[str, int], batch: int | None) -> None:
+    """Log and count the outcomes of the rows of a write, or of a batch of a stream, where OUTBOX_METRICS says."""
+    metrics = Metrics(client(_Reporting.read({}).metrics))
+    fields = {**counts, "batch": batch}
+    text = f"{job}: " + ", ".join(f"{number} {name}" for name, number in counts.items())
+    _log.log(logging.WARNING if counts["rejected"] else logging.INFO, text, extra={"action": job, "fields": fields})
+    for name, number in counts.items():
+        if number:
+            metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
+    metrics.stop()
 
 
 def parallelism(spark: SparkSession) -> int:

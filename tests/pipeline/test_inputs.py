@@ -82,6 +82,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("stream/*.jsonl", "json", TABLE.format("stream")),
         ("paimon/bucket-*/", "parquet", TABLE.format("paimon")),
         ("month", "parquet", TABLE.format("delta")),
+        ("{month,days}/*", "parquet", TABLE.format("delta")),
         ("links", "json", r"would ignore .*/links/a\.jsonl, because it is a link to nowhere, which does not exist"),
         ("copy", "parquet", r"would ignore .*/a\.parquet\._COPYING_, because .* or is that of an unfinished copy"),
         ("hidden/file", "json", r"would ignore .*/_a\.jsonl, because a name begins with _ or a dot"),
@@ -168,17 +169,15 @@ def test_the_cause_of_an_unreadable_file_is_named(spark: SparkSession, tmp_path:
 
 def test_a_damaged_or_missing_file_is_an_error_whatever_the_cluster_says(spark: SparkSession, tmp_path: Path):
     """Otherwise its rows would be missing, with exit code 0."""
-    names = [f"spark.sql.files.ignore{kind}Files" for kind in ("Corrupt", "Missing")]
-    for name in names:
-        spark.conf.set(name, "true")
+    other = spark.newSession()
+    for kind in ("Corrupt", "Missing"):
+        other.conf.set(f"spark.sql.files.ignore{kind}Files", "true")
     write(tmp_path, {"bad/a.jsonl.gz": gzip.compress(LINE * 1000)[:-20], "gone/a.jsonl": LINE, "gone/b.jsonl": LINE})
-    found = [read(spark, f"{tmp_path}/{folder}", "json") for folder in ("bad", "gone")]
+    found = [read(other, f"{tmp_path}/{folder}", "json") for folder in ("bad", "gone")]
     (tmp_path / "gone/b.jsonl").unlink()
     for rows in found:
         with pytest.raises(OutboxError, match=r"damaged|was deleted"), spark_errors():
             rows.collect()
-    for name in names:
-        spark.conf.set(name, "false")
 
 
 @pytest.mark.parametrize(("name", "message"), [("delta/*.parquet", "is a table"), ("empty/json/*.jsonl", "is empty")])

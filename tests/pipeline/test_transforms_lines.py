@@ -129,15 +129,13 @@ def test_csv_can_be_divided_anywhere(spark: SparkSession, tmp_path: Path, end: s
     path = tmp_path / "rows.csv"
     lines = [f'"{n}, ""q"" é",orders,{n}' if n % 3 else f"{n},,{n}" for n in range(40)]
     path.write_bytes(end.join(["data,topic,n", *lines, ""]).encode())
-    size = spark.conf.get("spark.sql.files.maxPartitionBytes")
-    found = []
+    found, other = [], spark.newSession()
     for bytes in (41, 100, 333):
-        spark.conf.set("spark.sql.files.maxPartitionBytes", str(bytes))
+        other.conf.set("spark.sql.files.maxPartitionBytes", str(bytes))
         for multi_line in (False, True):
-            rows = read(spark, str(path), "auto", topic="usual", key=["n"], multi_line=multi_line)
+            rows = read(other, str(path), "auto", topic="usual", key=["n"], multi_line=multi_line)
             assert (rows.rdd.getNumPartitions() > 1) != multi_line
             found.append(sorted(map(repr, rows.collect())))
-    spark.conf.set("spark.sql.files.maxPartitionBytes", str(size))
     assert len(found[0]) == 40
     assert found.count(found[0]) == 6
 
@@ -203,16 +201,8 @@ def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Pa
         (tmp_path / name).write_bytes(line)
     (tmp_path / "rows1.jsonl").write_bytes(b'{"data":"another file","topic":"orders"}\n')
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b"data,topic\nd,orders\n"))
-    for path in (
-        "rows.parquet",
-        "rows.parquet/",
-        "rows.parquet/*.parquet",
-        "rows.ndjson.gz",
-        "rows.JSONL",
-        "*.csv.gz",
-        "rows[1].jsonl",
-        "rows\\1.jsonl",
-    ):
+    names = "parquet parquet/ parquet/*.parquet ndjson.gz JSONL csv.gz"
+    for path in (*(f"rows.{each}" for each in names.split()), "*.csv.gz", "rows[1].jsonl", "rows\\1.jsonl"):
         [found] = read_rows(spark, f"{tmp_path}/{path}")
         assert (found.data, found.topic) == (b"d", "orders"), path
     [found] = read_rows(spark, f"{tmp_path}/rows", "json")

@@ -61,7 +61,6 @@ def test_other_invalid_rows_are_rejected(spark: SparkSession):
 
 
 def test_a_rejected_row_has_the_data_of_its_serialized_message(spark: SparkSession):
-    """The bytes of the message would be another data."""
     given = spark.createDataFrame(
         [("x", bytearray(b"\n\1a")), ("50", bytearray(b"\xff"))], "Priority string, Data binary"
     )
