@@ -10,6 +10,7 @@ from outbox_admin.tasks.task_sql import (
     ERROR,
     ERROR_GROUP,
     SEQUENCE,
+    UNEXPIRED,
     beyond,
     index_for,
     narrowed,
@@ -18,17 +19,29 @@ from outbox_admin.tasks.task_sql import (
 
 
 def grouped(state: str, names: Collection[str]) -> str:
-    """Return the statement for the @limit largest groups of tasks at @now by topic and error, with an example of it."""
-    groups = "\nUNION ALL".join(
+    """Return the statement that counts the tasks at @now: all of them in the first row, and then by topic and error.
+
+    There are @limit rows, the largest groups first. A row has the topic, one of the errors, the number, and how many
+    more there are without the condition `unexpired`. All rows come from one scan, which groups the tasks of each range
+    first.
+    """
+    is_selected = UNEXPIRED if "unexpired" in names else "TRUE"
+    ranges = "\nUNION ALL".join(
         f"""
-  SELECT part.of_task, part.pattern, part.error FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Topic AS of_task, {ERROR_GROUP} AS pattern, {ERROR} AS error
-    FROM {index_for(names, state)[0]} WHERE {where})) AS part"""
-        for places, where in ranges_of_state(state, names)
+  SELECT part.* FROM {places}, UNNEST(ARRAY(
+    SELECT AS STRUCT of_task, pattern, MIN(IF(is_selected, error, NULL)) AS error, COUNTIF(is_selected) AS number,
+      COUNTIF(NOT is_selected) AS expired FROM (
+      SELECT Topic AS of_task, {ERROR_GROUP} AS pattern, {ERROR} AS error, {is_selected} AS is_selected
+      FROM {index_for(names, state)[0]} WHERE {where})
+    GROUP BY of_task, pattern)) AS part"""
+        for places, where in ranges_of_state(state, {*names} - {"unexpired"})
     )
     return at_now(f"""
-SELECT of_task, MIN(error), COUNT(*) AS number FROM ({groups})
-GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit""")
+SELECT of_group, MIN(error), SUM(number) AS tasks, SUM(expired) FROM (
+  SELECT is_total, IF(is_total, NULL, of_task) AS of_group, IF(is_total, NULL, pattern) AS pattern, error, number,
+    expired FROM ({ranges}), UNNEST([TRUE, FALSE]) AS is_total)
+GROUP BY is_total, of_group, pattern HAVING is_total OR tasks > 0
+ORDER BY is_total DESC, tasks DESC, of_group, pattern LIMIT @limit""")
 
 
 def order(state: str, *, by_key: bool) -> dict[str, str]:

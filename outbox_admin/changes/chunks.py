@@ -20,7 +20,6 @@ from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selected import (
     CHUNK,
     COUNT_TAG,
-    count,
     previewed,
     read_at,
     rows_of_ids,
@@ -81,12 +80,10 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Previ
 def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
     statement = change_sql.grouped(state_of(selection), selection.names)
     topics = [] if selection.state in ENDED else topics_of(table, selection)
-    values = selection.values | {"topics": topics, "limit": GROUPS}
-    groups = table.query(statement, COUNT_TAG, values, at=selection.as_of, seconds=COUNT_SECONDS)
-    tasks = count(table, selection, exact=True).number
-    everything = dataclasses.replace(selection, include_expired=True)
-    expired = count(table, everything, exact=True).number - tasks if "unexpired" in selection.names else 0
-    return Preview(tasks, groups, {"expired": expired} if expired else {})
+    values = selection.values | {"topics": topics, "limit": 1 + GROUPS}
+    rows = table.query(statement, COUNT_TAG, values, at=selection.as_of, seconds=COUNT_SECONDS)
+    [(*_, tasks, expired), *groups] = rows or [[0, 0]]
+    return Preview(tasks, [group[:3] for group in groups], {"expired": expired} if expired else {})
 
 
 def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:

@@ -1,8 +1,9 @@
 """The statements that select, list and show tasks. Values are parameters.
 
 Tasks are read from ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
-CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. An alias in a WHERE clause must
-not equal a column name: Spanner ignores case, so `shard` would mean the column.
+CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. Only an exact count before a
+change reads all tasks that match. An alias in a WHERE clause must not equal a column name: Spanner ignores case, so
+`shard` would mean the column.
 """
 
 import re
@@ -35,6 +36,7 @@ _LINE = "SPLIT(LastError, '\\n')[SAFE_OFFSET(0)]"
 ERROR_GROUP = f"SUBSTR(REGEXP_REPLACE({_LINE}, r'{_IDS}', '#'), 1, {_CHARACTERS})"
 ERROR = f"SUBSTR({_LINE}, 1, {_CHARACTERS})"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
+UNEXPIRED = f"NOT {_IS_EXPIRED}"
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
 HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
@@ -63,7 +65,7 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
     """Return the conditions in `names`, which are names of filters, or `unexpired`. Each begins with AND."""
     time = "SentAt" if state in ENDED else "CreatedAt" if state else "COALESCE(SentAt, CreatedAt)"
     conditions = {name: each.condition.format(time=time) for name, each in FILTERS.items()}
-    conditions["unexpired"] = f"NOT {_IS_EXPIRED}"
+    conditions["unexpired"] = UNEXPIRED
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
 
 

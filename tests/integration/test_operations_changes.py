@@ -203,6 +203,36 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("state", ["dead", "pending", "sent"])
+def test_a_preview_counts_all_tasks_in_one_statement(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Also those of groups that it leaves out, and the expired ones. Of none, the number is 0."""
+    columns: list[dict[str, Any]] = {"dead": [DEAD], "pending": [{}, {"AvailableAt": PAST}], "sent": [SENT]}[state]
+    groups = {"a": 3, "b": 2, "c": 1}
+    for topic, number in groups.items():
+        more = {"Topic": topic, "LastError": f"no {topic}"}
+        insert(database, [row(f"{topic}{n}", **columns[n % len(columns)] | more) for n in range(number)])
+        insert(database, [row(f"{topic} expired", **columns[0] | more, ExpiresAt=PAST)])
+    insert(database, [row("only expired", **columns[0], Topic="d", ExpiresAt=PAST)])
+    queries, query = list[str](), TaskTable.query
+
+    def recorded(self: TaskTable, statement: str, tag: str, *more: Any, **others: Any) -> list[list[Any]]:
+        queries.extend([statement] if tag == selected.COUNT_TAG else [])
+        return query(self, statement, tag, *more, **others)
+
+    monkeypatch.setattr(TaskTable, "query", recorded)
+    monkeypatch.setattr(chunks, "GROUPS", 2)
+    expired = 0 if state == "sent" else 4
+    found = chunks.preview(table, TaskSelection(state=state, include_expired=False))
+    assert (found.tasks, found.refused) == (10 - expired, {"expired": expired} if expired else {})
+    of_sent = 1 if state == "sent" else 0
+    assert found.groups == [["a", "no a", 3 + of_sent], ["b", "no b", 2 + of_sent]]
+    assert chunks.preview(table, TaskSelection(state=state)).tasks == 10
+    assert chunks.preview(table, TaskSelection(state=state, topic="none")) == chunks.Preview(0, [], {})
+    assert len(queries) == 3
+
+
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
 def test_all_counts_of_a_preview_are_those_of_one_time(state: str) -> None:
     """Otherwise, if they take long, fewer tasks can match with the expired ones than without them."""
