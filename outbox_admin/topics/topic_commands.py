@@ -93,7 +93,8 @@ def add(commands: Any) -> None:
     for parser, count in ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind) in VALUES.items():
-        flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar="N", dest=name)
+        metavar = "TOPIC" if name == "publish_to" else "S" if name.endswith("_seconds") else "N"
+        flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar=metavar, dest=name)
     field = one_of(*NAMES)
     text = "What to remove: {}. Without it, all of them and the pause"
     flags.add(unsetting, "fields", field, text, metavar="FIELD", nargs="*")
