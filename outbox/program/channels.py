@@ -40,7 +40,7 @@ def credentials(service: str, *, plaintext: object) -> Any:
         return AnonymousCredentials()
     try:
         default, _ = google.auth.default()
-    except google.auth.exceptions.DefaultCredentialsError as error:
+    except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as error:  # also of a file that is none
         raise NotReached(
             f"{service}: no credentials found. Run `gcloud auth application-default login`, give the pod a service "
             f"account, or set the emulators' variables (`outbox emulators` prints them). {error}"

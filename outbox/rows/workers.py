@@ -5,7 +5,7 @@ raises NotReached or OutboxError.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 from itertools import accumulate, islice
 from typing import Any
@@ -90,6 +90,11 @@ class Worker:
         """Return the circuits that are not closed."""
         found = _list(self.info.get("circuits"))[:MAX_CIRCUITS]
         return [self._circuit(each) for each in found if isinstance(each, dict)]
+
+    def of_topics(self, topics: Collection[str]) -> "Worker":
+        """Return the worker with the circuits of these topics only."""
+        circuits = [each for each in _list(self.info.get("circuits")) if part({"": each}, "").get("topic") in topics]
+        return dataclasses.replace(self, info={**self.info, "circuits": circuits})
 
     def _circuit(self, found: Mapping[str, Any]) -> Circuit:
         topic, reason, error = (str(found.get(name, "")) for name in ("topic", "reason", "error"))

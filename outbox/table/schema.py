@@ -178,6 +178,8 @@ def query(database: Database, sql: str, request: Mapping[str, Any], **parameters
 
 _REFUSED = (google.InvalidArgument, google.FailedPrecondition, google.AlreadyExists)
 _NO_CREDENTIALS = (google.Unauthenticated, GoogleAuthError)
+#: What gRPC says if no token for a request can be had.
+_WITHOUT_LOGIN = "Getting metadata from plugin failed"
 #: What an error of Google's clients means, and what to do. The first class that matches decides.
 _ADVICE: dict[type[Exception], str] = {
     google.NotFound: " not found. Create it, or check --project, --instance and --database.",
@@ -211,7 +213,9 @@ def service_errors(target: str) -> Iterator[None]:
     try:
         yield
     except (google.GoogleAPIError, GoogleAuthError) as error:
-        advice = next(advice for kind, advice in _ADVICE.items() if isinstance(error, kind))
+        # A login that has expired fails below the client, which then calls Spanner unavailable.
+        failed = GoogleAuthError() if _WITHOUT_LOGIN in str(error) else error
+        advice = next(advice for kind, advice in _ADVICE.items() if isinstance(failed, kind))
         reason = re.sub(r",? request_id = [0-9.]+", "", str(error).partition("\n")[0]).rstrip(".")
         kind = OutboxError if isinstance(error, (*_REFUSED, google.Aborted)) else NotReached
         raise kind(f"{target}{advice} {reason}") from error

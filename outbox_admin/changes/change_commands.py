@@ -77,7 +77,7 @@ COMMANDS = {
     "resend": ("publish sent tasks again to another topic", RESEND_DESCRIPTION),
 }
 #: When a command asks, besides above a number of tasks.
-ASKS = {"retry": ", or if you pass --state without --topic", "cancel": " or fewer"}
+ASKS = {"retry": f"for more than {CONFIRM_ABOVE:,} tasks, or if you pass --state without --topic", "cancel": "always"}
 #: What would become of tasks.
 EFFECTS = {"retry": "become due now", "purge": "be deleted", "cancel": "be cancelled", "restore": "be restored"}
 #: The changes after which a task does not match any more. What a resend or a restore refuses matches still.
@@ -100,7 +100,7 @@ def add(commands: Any) -> None:
         if name == "retry":
             flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
         flags.switch(parser, "--dry-run", "Only count the tasks by topic and error")
-        text = f"Skip the confirmation. The command asks for more than {CONFIRM_ABOVE:,} tasks{ASKS.get(name, '')}"
+        text = f"Skip the confirmation. The command asks {ASKS.get(name, f'for more than {CONFIRM_ABOVE:,} tasks')}"
         flags.switch(parser, "--yes", text)
         allowed = "Allowed: {}, as long as Spanner keeps versions (version_retention_period)"
         preview = "Change only tasks that also matched at this time (default now), such as that of a dry run. "

@@ -1,7 +1,7 @@
 """What the live workers say about themselves together: circuits, settings, and shards that none polls."""
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -42,6 +42,13 @@ def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:
         )
         for _, circuits in sorted(found.items())[:MAX_ITEMS]
     ]
+
+
+def usual(workers: Sequence[Worker], name: str) -> str | None:
+    """Return the value of a setting, or of `version`, that more than half of the live workers with Info have."""
+    known = [each.text("version") if name == "version" else str(each.settings.get(name, "default")) for each in workers]
+    value, number = Counter(known).most_common(1)[0] if known else ("", 0)
+    return value if 2 * number > len(known) else None
 
 
 def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:

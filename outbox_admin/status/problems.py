@@ -123,7 +123,7 @@ def _changes(table: TaskTable, backlog: Backlog, controls: Mapping[str, TopicCon
                 case {"topics": dict(topics)} if (
                     isinstance(fields := topics.get(topic), dict) and names & fields.keys()
                 ):
-                    is_end = fields.get("paused") == [True, False] and "paused" in names
+                    is_end = "paused" in names and fields["paused"] not in ([None, True], [False, True])
                     found |= {} if is_end else {topic: each}
                     break
     return found

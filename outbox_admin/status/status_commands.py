@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import outbox_admin as admin
@@ -129,7 +129,8 @@ def read_noted(
         return found
     if unknown := admin.topics.editing.unknown(task_table, only):
         note(flags.unknown_topics(task_table, unknown))
-    return dataclasses.replace(found, lines=[line for line in found.lines if line.topic in only])
+    lines = [line for line in found.lines if line.topic in only]
+    return dataclasses.replace(found, lines=lines, workers=[each.of_topics(only) for each in found.workers])
 
 
 def _watch(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> None:
@@ -181,42 +182,29 @@ def _rendered(
     status = admin.status.problems.read(task_table, backlog, topics=options.topics)
     if options.json:
         return _json(status, options)
-    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else None
+    most, width = (screen.lines - 3, screen.columns) if screen else (math.inf, 10**9)
+    cards = [[*_card(each, options)] for each in status.problems]
+    # A line that is too long takes several. At least one card is shown.
+    sizes = accumulate(sum(1 + len(line) // width for line in card) for card in cards)
+    number = max(1, sum(size <= most * 0.6 for size in sizes))
+    parts = [as_of(backlog), *(["", "PROBLEMS"] if cards else []), *(line for card in cards[:number] for line in card)]
     others = {
         "the last hour": _curves(history) if history else "",
-        "circuits": "" if screen else _circuits(backlog, options.topics),  # a problem each
+        "circuits": "" if screen else circuit_table(backlog),  # a problem each
         "errors": error_table(status.errors) if status.errors else "",
         "reshard": cell(str(status.reshard or "")),
     }
-    most = screen.lines - 3 if screen else math.inf
-    cards = [[*_card(each, options)] for each in status.problems]
-    sizes = [sum(1 + len(line) // (screen.columns if screen else len(line) + 1) for line in card) for card in cards]
-    number = _fitting(sizes, most * 0.6)
-    left_out = [counted(len(cards) - number, "problem")] if number < len(cards) else []
-    parts: list[str] = [head]
-    if cards:
-        parts += ["", "PROBLEMS", *(line for card in cards[:number] for line in card)]
-    used = len(parts) + sum(sizes[:number]) - sum(map(len, cards[:number]))
-    further = {name: ["", *text.split("\n")] for name, text in others.items() if text}
-    reserve = sum(islice(map(len, further.values()), _fitting([*map(len, further.values())], most / 4)))
-    topics, more = _topics(status, max(4, most - used - 3 - reserve))
+    topics, left_out = _topics(status, max(4, (most - len(parts)) / (2 if any(others.values()) else 1)))
+    left_out = [counted(len(cards) - number, "problem"), *left_out] if number < len(cards) else left_out
     parts += ["", *topics.split("\n")]
-    used += 1 + len(topics.split("\n"))
-    for name, lines in further.items():
-        if used + len(lines) > most:
+    for name, text in others.items():
+        if text and len(parts) + text.count("\n") + 2 > most:
             left_out.append(name)
-        else:
-            parts += lines
-            used += len(lines)
-    if left_out := [*more, *left_out]:
-        parts.append(f"Left out, because the terminal is small: {', '.join(left_out)}")
-    return joined(*map(Escaped, parts))
-
-
-def _fitting(sizes: Sequence[int], most: float) -> int:
-    """Return how many of the first blocks, by their lines, fit into so many lines, at least one."""
-    return max(1, sum(lines <= most for lines in accumulate(sizes)))
+        elif text:
+            parts += ["", *text.split("\n")]
+    left = [f"Left out, because the terminal is small: {', '.join(left_out)}"] if left_out else []
+    return joined(*map(Escaped, [*parts, *left]))
 
 
 def _topics(status: "admin.status.problems.Status", most: float) -> tuple[Escaped, list[str]]:
@@ -258,7 +246,6 @@ def _json(status: "admin.status.problems.Status", options: argparse.Namespace) -
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
     why = {"problems": [_problem(each, options) for each in status.problems], "errors": status.errors}
     circuits = admin.status.live_workers.open_circuits(backlog.workers)
-    circuits = [each for each in circuits if not options.topics or each.topic in options.topics]
     return as_json({**total, "topics": topics, **why, "circuits": circuits, "reshard": reshard})
 
 
@@ -329,17 +316,20 @@ def _number(name: str, value: int, at_least: set[str]) -> object:
     return f">= {value:,}" if name in at_least else value
 
 
-def _circuits(backlog: "admin.rows.backlog.Backlog", only: Sequence[str] | None = None) -> str:
-    """Return the table of the open circuits, of all topics or of some, or an empty text."""
-    return "\n".join(circuit_lines(backlog.workers, backlog.as_of, only)[1:])
+def as_of(backlog: "admin.rows.backlog.Backlog") -> str:
+    """Return the first line of a command that shows a backlog."""
+    return f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
 
 
-def circuit_lines(
-    workers: "Sequence[admin.rows.workers.Worker]", now: datetime, only: Sequence[str] | None = None
-) -> list[str]:
+def circuit_table(backlog: "admin.rows.backlog.Backlog") -> str:
+    """Return a table of the circuits that are not closed, or an empty text."""
+    return "\n".join(_circuit_lines(backlog.workers, backlog.as_of)[1:])
+
+
+def _circuit_lines(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> list[str]:
     """Return an empty line and a table, or nothing if all circuits are closed."""
     rows = []
-    for each in (each for each in admin.status.live_workers.open_circuits(workers) if not only or each.topic in only):
+    for each in admin.status.live_workers.open_circuits(workers):
         wait = (each.next_probe - now).total_seconds()
         state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
         since = f"{spoken((now - each.since).total_seconds())} ago"
@@ -363,7 +353,7 @@ def run_workers(options: argparse.Namespace) -> int:
     else:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
-        say(head, *listed, *circuit_lines(workers, now))
+        say(head, *listed, *_circuit_lines(workers, now))
     known = admin.status.live_workers.lost(workers, [each for each in rows if not each.is_live])
     problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:

@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import outbox_admin as admin
-from outbox.base.values import counted, json_value, shown, topic_name
+from outbox.base.values import counted, json_value, topic_name
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
 from outbox.program.terminal import CONFIRM_ABOVE, Escaped, as_json, by_field, confirm, escaped, named, note, say
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 from outbox_admin import flags, value_types
-from outbox_admin.status.status_commands import add_topics, circuit_lines, fields, figures_table, read_noted
+from outbox_admin.status.status_commands import add_topics, as_of, circuit_table, fields, figures_table, read_noted
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
@@ -93,9 +93,8 @@ def add(commands: Any) -> None:
     for parser, count in ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1)):
         flags.add(parser, "topics", value_types.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind) in VALUES.items():
-        flags.add(
-            setting, flag, kind, f"{text} Allowed: {{}}", metavar="TOPIC" if name == "publish_to" else "N", dest=name
-        )
+        metavar = "TOPIC" if name == "publish_to" else "S" if name.endswith("_seconds") else "N"
+        flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar=metavar, dest=name)
     field = one_of(*NAMES)
     text = "What to remove: {}. Without it, all of them and the pause"
     flags.add(unsetting, "fields", field, text, metavar="FIELD", nargs="*")
@@ -192,18 +191,13 @@ def run_topics(options: argparse.Namespace) -> None:
             {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
             for topic, row, line in topics
         ]
-        circuits = [
-            each
-            for each in admin.status.live_workers.open_circuits(backlog.workers)
-            if not options.topics or each.topic in options.topics
-        ]
+        circuits = admin.status.live_workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
-        text, left_out = figures_table(
-            backlog, ("TOPIC", "CONTROL"), [((topic, described(row)), line) for topic, row, line in topics]
-        )
-        say(f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}")
-        say(text if topics else "no topics", *circuit_lines(backlog.workers, backlog.as_of, options.topics))
+        listed = [((topic, described(row)), line) for topic, row, line in topics]
+        text, left_out = figures_table(backlog, ("TOPIC", "CONTROL"), listed)
+        circuits_text = circuit_table(backlog)
+        say(as_of(backlog), text if topics else "no topics", *(["", Escaped(circuits_text)] if circuits_text else []))
         if left_out:
             note(f"the terminal is too narrow for {', '.join(left_out)}")
 

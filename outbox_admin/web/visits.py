@@ -329,6 +329,7 @@ _ENVIRONMENT.filters.update(
 _ENVIRONMENT.globals |= {
     "counting": rows.backlog,
     "differing": live_workers.differing,
+    "usual": live_workers.usual,
     "hold": problems.hold,
     "OF_PART": OF_PART,
     "open_circuits": live_workers.open_circuits,

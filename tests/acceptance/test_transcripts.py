@@ -246,7 +246,8 @@ def stable(line: str, database: Database) -> str:
         line = re.sub(pattern, name, line)
     line = line.replace(str(database.database_id), "shop").replace(f"on {socket.gethostname()}", "on laptop")
     line = re.sub(r"(ok +settings: .*batch_size=\d+).*", r"\1, ...", line)
-    return normal(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", line))
+    text = normal(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", line))
+    return f"  {text}" if line.startswith("  ") else text
 
 
 def test_show_has_every_column(database: Database) -> None:

@@ -293,6 +293,7 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
         "Delivery at most once",
         "outbox show",
         "the head of its key is checked again in",
+        "Open the head of its key",
     ):
         assert words in text
     assert "first: it is the head" in jane.get("/task?id=head").text
@@ -326,6 +327,8 @@ def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(
         ("/tasks/retry?id=head", "Retry"), ("/tasks/cancel?id=head", "Cancel"),
     ]  # fmt: skip
     assert ("Not all blocked tasks were counted" in page) != is_counted
+    behind = "1 task of the ordering key k waits behind head, and will then be published"
+    assert [behind in jane.get(f"/tasks/{name}?id=head").text for name in ("cancel", "retry")] == [True, False]
     update(database, "head", LastError="undecodable: no message")
     jane.app.console.status.forget()  # type: ignore[attr-defined]  # an ASGI callable
     assert re.findall(r'href="/tasks/(\w+)', jane.get("/blocked").text) == ["cancel"]  # no retry can succeed

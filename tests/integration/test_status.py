@@ -319,8 +319,31 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
         assert circuit in browser.get(path).text, path
     marked = re.findall(r'<span class="differs">(.*?)<', browser.get("/workers").text)
     assert marked == ["batch_size=default", "batch_size=50"]
+    for id in "cd":
+        SpannerStore(database, Layout(10)).heartbeat(id, datetime.now(UTC), (), info=INFO)
+    marked = re.findall(r'<span class="differs">(.*?)<', console(database).get("/workers").text)
+    assert marked == ["batch_size=50"]  # only the one that differs from most
     assert "as soon as it can" in browser.get("/task?id=c-1").text
     assert "But the topic is paused" in browser.get("/task?id=b-1").text
+
+
+def test_topics_can_be_chosen_and_found(database: Database, outbox: Commands) -> None:
+    """With their problems, circuits and limits. An unknown one is named."""
+    insert(database, [task("a-1", "dead"), task("b-1", "dead", Topic="mails"), task("c-1", "dead", Topic="team.mails")])
+    SpannerStore(database, Layout(10)).heartbeat("a", datetime.now(UTC), (), info=INFO | {"circuits": [CIRCUIT]})
+    [status] = outbox.objects("status", "--json", "--topic", "mails", "--topic", "team.mails")
+    assert ([each["topic"] for each in status["topics"]], status["dead"]) == (["mails", "team.mails"], 2)
+    assert (status["circuits"], {each["kind"] for each in status["problems"]}) == ([], {"dead"})
+    assert outbox.here("status", "--topic", "mails", "--max-dead", "1").code == 0
+    [topics] = outbox.objects("topics", "--json", "--topic", "orders")
+    assert [each["topic"] for each in topics["topics"]] == ["orders"]
+    assert [each["topic"] for each in topics["circuits"]] == ["orders"]
+    assert "unknown topic 'mail'" in outbox.here("status", "--topic", "mail").stderr
+    browser = console(database)
+    found = [
+        re.findall('href="/topic.name=([^"]+)"', browser.get(path).text) for path in ("/search?q=MAIL", "/?topic=team")
+    ]
+    assert found == [["mails", "team.mails"], ["team.mails"]]
 
 
 def test_errors_that_differ_only_in_ids_and_numbers_are_one_group(database: Database, outbox: Commands) -> None:

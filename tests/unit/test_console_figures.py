@@ -1,9 +1,12 @@
 """What pages show: readings that tabs share, the sentence at the top, charts, and what a large page weighs."""
 
+import argparse
 import dataclasses
 import json
 import math
+import os
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -14,6 +17,7 @@ import markupsafe
 import pytest
 from starlette.datastructures import QueryParams
 
+import outbox_admin as admin
 from outbox.base.values import counted
 from outbox.errors import NotReached
 from outbox.rows.backlog import Backlog, Line
@@ -23,7 +27,7 @@ from outbox.table.ddl import Layout
 from outbox_admin.console import routes
 from outbox_admin.flags import command_line
 from outbox_admin.operations import Operation
-from outbox_admin.status import charts
+from outbox_admin.status import charts, status_commands
 from outbox_admin.status.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox_admin.status.last_hour import JOINED, WHOLE, History, Seen, Values
 from outbox_admin.status.live_workers import shards_without_worker
@@ -140,6 +144,9 @@ def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
     late = Problem("late", "e", True, "", OVERVIEW)
     found = status(backlog=Backlog(NOON, (), lines), problems=[late], controls={"f": TopicControls(paused=True)})
     assert found.topics() == ["e", "c", "d", "b", "a", "f"]
+    assert found.topics(sort="pending")[:3] == ["d", "b", "a"]
+    assert found.topics(sort="topic") == [*"abcdef"]
+    assert found.topics("B", "nonsense") == ["b"]
 
 
 def health(reading: Reading) -> tuple[str, str]:
@@ -241,6 +248,30 @@ def test_problems_that_are_not_shown_are_counted() -> None:
     problems = find(backlog, orphans=[], controls={}, changed_by={}, blocked=())
     assert ([each.number for each in problems], problems[-1].text) == ([1] * SHOWN + [140], "140 more late topics")
     assert health(Reading(status(backlog=backlog, problems=problems), 1.0))[1].endswith("And 149 more problems")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 50)])
+def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """The worst first. A pipe gets everything."""
+    lines = [dataclasses.replace(OLD, topic=f"topic-{n:03}-of-a-team") for n in range(200)]
+    backlog = Backlog(NOON, (WORKER,), lines)
+    problems = find(backlog, orphans=[], controls={}, changed_by={}, blocked=())
+    monkeypatch.setattr(
+        admin.status.problems, "read", lambda *_args, **_more: status(backlog=backlog, problems=problems)
+    )
+    options = argparse.Namespace(json=False, topics=None)
+    everything = status_commands._rendered(mock.Mock(), backlog, options).splitlines()
+    assert len(everything) > 200
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size(size))
+    found = re.sub(r"\x1b\[\d*m", "", status_commands._rendered(mock.Mock(), backlog, options)).splitlines()
+    assert size[1] - 12 < len(found) < size[1]
+    assert max(map(len, found)) <= size[0]
+    assert found[3] == everything[3]
+    assert re.fullmatch(r"Left out, because the terminal is small: .*\d+ topics.*", found[-1])
+    assert any(line.startswith("topic-000-of-a-team  ") for line in found)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from google.auth.exceptions import DefaultCredentialsError, RefreshError
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
+from outbox.program import channels
 from outbox.rows.task_table import TaskTable
 from outbox.table import applying, ddl, schema
 from outbox.table.ddl import Layout, by_layout
@@ -176,6 +177,7 @@ def test_errors_of_the_client_become_one_sentence():
         (DefaultCredentialsError("none"), LOGIN),
         (RefreshError("expired"), LOGIN),
         (google.ServiceUnavailable("away"), NO_ANSWER),
+        (google.ServiceUnavailable("Getting metadata from plugin failed with error: ('invalid_rapt')"), LOGIN),
         (google.DeadlineExceeded("late"), NO_ANSWER),
         (google.RetryError("Timeout of 8.0s exceeded", cause=None), NO_ANSWER),
         (google.MethodNotImplemented("a proxy"), NO_ANSWER),
@@ -193,6 +195,21 @@ def test_errors_of_the_client_become_one_sentence():
         with pytest.raises(type(error)) as kept, schema.service_errors("database orders"):
             raise error
         assert kept.value is error
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", '{"type": "service_account"}'])
+def test_a_path_of_credentials_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    """A directory, and two files that are no credentials."""
+    path = tmp_path / "key.json"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content, encoding="utf-8")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    with pytest.raises(NotReached, match="Spanner: no credentials found"):
+        channels.credentials("Spanner", plaintext=None)
 
 
 def test_split_points_are_between_the_shards_and_among_the_ids() -> None:
