@@ -41,6 +41,9 @@ BatchHandle: TypeAlias = Callable[[Transaction, list[ReceivedMessage]], object]
 #: Errors that may mean that Spanner is unavailable: each further message would wait for the same timeout.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
 
+#: How many failures a receiver remembers, so that it logs their tracebacks once.
+MAX_ORIGINS = 1_000
+
 _log = logging.getLogger("outbox")
 
 
@@ -82,6 +85,7 @@ class Receiver:
 
     def __init__(self, settings: Settings, handle: Handle) -> None:
         self._settings, self.handle = settings, handle
+        self._origins: dict[object, object] = {}
         update_wrapper(self, handle, updated=())
 
     def __call__(self, message: PulledMessage) -> None:
@@ -158,14 +162,21 @@ class Receiver:
             message.ack_with_response().add_done_callback(partial(answered, message))
 
     def _log_failures(self, failures: Sequence["Failure"]) -> None:
-        """Log each error text once, and one traceback for each line of code that raised errors."""
-        origins = set[object]()
+        """Log each error text once, and equal tracebacks once in the life of the receiver.
+
+        After MAX_ORIGINS other tracebacks, an equal one is logged again.
+        """
         for messages, error in _by_text(failures):
             was_raised = error.__traceback__ is not None and not isinstance(error, MissingTaskId)
-            has_trace = was_raised and origin_of(error) not in origins
-            origins.add(origin_of(error))
-            text = "%s failed and will be redelivered: %s"
+            has_trace = was_raised and self._is_new(_origin(error))
+            text = "%s failed and will be redelivered: %r"
             _log.error(text, self._describe(messages), error, exc_info=error if has_trace else None)
+
+    def _is_new(self, origin: object) -> bool:
+        if origin not in self._origins and len(self._origins) >= MAX_ORIGINS:
+            self._origins.clear()
+        mark = object()
+        return self._origins.setdefault(origin, mark) is mark  # true in one thread only
 
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
@@ -300,10 +311,9 @@ def _by_text(failures: Iterable[Failure]) -> Iterable[tuple[list[PulledMessage],
     return found.values()
 
 
-def origin_of(error: BaseException) -> object:
-    """Return the class of the error and the line of code that raised it. They are equal for equal failures."""
-    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    return type(error), *frames[-1:]
+def _origin(error: BaseException) -> object:
+    """Return the class of the error and the lines of its traceback. They are equal for equal failures."""
+    return type(error), *((frame.f_code, line) for frame, line in walk_tb(error.__traceback__))
 
 
 def name_of(function: object) -> str:

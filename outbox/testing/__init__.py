@@ -28,8 +28,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.base.values import check_finished, listed, plain
-from outbox.inbox.receiver import origin_of
+from outbox.base.values import check_finished, class_name, listed, plain
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, check_task_id
 from outbox.registration import COLUMNS
 from outbox.table.own_transactions import check_database
@@ -235,10 +234,15 @@ class RedeliveringSubscriber:
     """
 
     def __init__(self, messages: Iterable[PubsubMessage], *, seed: int = 0) -> None:
-        """Take the messages, those of an ordering key in their order. Each seed gives another order."""
+        """Take the messages, those of an ordering key in their order. Each seed gives another order.
+
+        TypeError: they are not PubsubMessages.
+        """
         #: Messages that stay in order, by their ordering key; a message without a key is alone.
         self._lanes: dict[str | int, list[PubsubMessage]] = {}
         for number, each in enumerate(messages):
+            if not isinstance(each, PubsubMessage):
+                raise TypeError(f'messages has {class_name(each)}. Pass PubsubMessages, as from published("orders")')
             self._lanes.setdefault(each.ordering_key or number, []).append(each)
         self._random = Random(seed)  # noqa: S311 - an order that can be repeated, and no secret
 
@@ -249,11 +253,9 @@ class RedeliveringSubscriber:
         wait. After the last message of a key, all of its messages are delivered once more. An exception of the callback
         is raised here.
 
-        The log of the inbox has one traceback for each line of code that fails, and not one for each delivery.
-
         Raises:
             AssertionError: a message was delivered ten times and not acknowledged. It names the last error that the
-                inbox has logged.
+                inbox has logged, or says that the callback does not acknowledge.
             TypeError: the callback has returned, but its work is not finished: it is a coroutine function, for example.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
@@ -270,43 +272,41 @@ class RedeliveringSubscriber:
         refused: Counter[str | int] = Counter()
         while waiting:
             lane = self._random.choice([*waiting])
-            message, failures.last = waiting[lane][0], ""
-            if _deliver(message, callback):
+            message, failures.last = waiting[lane][0], None
+            answer = _deliver(message, callback)
+            if answer is AckRequest:
                 del waiting[lane][0], refused[lane]
                 if not waiting[lane]:
                     del waiting[lane]
                 continue
             refused[lane] += 1
             if refused[lane] == MAX_DELIVERIES:
-                cause = f". The last one failed: {failures.last}" if failures.last else ""
+                cause = f". The last one failed: {failures.last!r}" if failures.last else ""
+                if not answer:
+                    cause = ". The callback calls neither ack nor nack: pass the inbox.Handler, not its process"
                 raise AssertionError(
                     f"message {message.message_id!r} with the attributes {dict(message.attributes)} was not "
                     f"acknowledged in {MAX_DELIVERIES} deliveries{cause}"
-                )
+                ) from failures.last
 
 
 class _Failures(logging.Filter):
-    """Keeps the last error that was logged, and leaves out its traceback if one of the same line of code was logged."""
+    """Keeps the last error that was logged."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self._origins = "", set[object]()
+    last: BaseException | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        self.last = record.getMessage() if error is None else repr(error)
-        origin = error and origin_of(error)
-        record.exc_info = None if origin in self._origins else record.exc_info
-        self._origins.add(origin)
+        for each in record.args or ():
+            self.last = each if isinstance(each, BaseException) else self.last
         return True
 
 
-def _deliver(message: PubsubMessage, callback: Callable[[Message], object]) -> bool:
-    """Return whether the callback has acknowledged the message."""
+def _deliver(message: PubsubMessage, callback: Callable[[Message], object]) -> type | None:
+    """Return the class of the callback's answer, such as AckRequest, or None if it gives none."""
     requests: queue.Queue[Any] = queue.Queue()
     result = callback(Message(PubsubMessage.pb(message), "test", 0, requests))
     answers = [each for each in requests.queue if not isinstance(each, ModAckRequest)]  # a longer deadline is no answer
     if not answers:
         check_finished(result, "the callback")
-        return False
-    return isinstance(answers[0], AckRequest)
+        return None
+    return type(answers[0])

@@ -178,6 +178,32 @@ def test_an_error_of_all_messages_is_one_traceback_and_one_line_for_each_text(
         assert "Consumer billing: 50 tasks (00, 01, 02, 03, 04, ...) failed and will be redelivered" in caplog.text
 
 
+@pytest.mark.parametrize("kind", [inbox.Handler, inbox.BatchHandler])
+def test_a_traceback_is_logged_once_in_the_life_of_a_receiver(
+    kind: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the message is redelivered. Each line has the class of the error, and few tracebacks are kept."""
+    monkeypatch.setattr("outbox.inbox.receiver.MAX_ORIGINS", 2)
+    fails = [lambda: {}["cents"], lambda: 1 / 0, lambda: int("x")]
+
+    def handle(_transaction: Any, _message: Any) -> None:
+        fails[0]()
+
+    receive = kind(Database(), consumer="billing")(handle)
+
+    def tracebacks() -> int:
+        caplog.clear()
+        for n in range(10):
+            receive(message(str(n)))
+        return caplog.text.count("Traceback (most recent call last)")
+
+    assert [tracebacks(), tracebacks()] == [1, 0]
+    assert "task 9 (message 4711) failed and will be redelivered: KeyError('cents')" in caplog.text
+    for expected in (1, 1, 1):
+        fails.append(fails.pop(0))
+        assert tracebacks() == expected
+
+
 def test_a_refused_acknowledgement_of_all_messages_is_one_line(
     outcomes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

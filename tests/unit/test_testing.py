@@ -188,10 +188,23 @@ def test_a_handler_that_always_fails_is_named_with_one_traceback(caplog: pytest.
     assert len(caplog.records) == next(runs) >= 10
     assert caplog.text.count("Traceback") == 1
     caplog.clear()
-    with pytest.raises(AssertionError, match=r"in 10 deliveries$"):  # without an error of this call
+    with pytest.raises(AssertionError, match=r"in 10 deliveries$"):  # without an error of the call before
         RedeliveringSubscriber(tasks(1)).deliver(lambda message: message.nack())
-    with pytest.raises(AssertionError, match=r"The last one failed: Consumer billing: task without an ID"):
+    with pytest.raises(AssertionError, match=r"The last one failed: MissingTaskId\("):
         RedeliveringSubscriber(messages("")).deliver(inbox.Handler(Database(), consumer="billing")(handle))
+
+
+def test_what_is_no_subscriber_and_no_message_is_named() -> None:
+    """Such as `process` instead of the handler, and a topic instead of its messages."""
+    handler = inbox.Handler(Database(), consumer="billing")(lambda *_: None)
+    sentence = r"in 10 deliveries\. The callback calls neither ack nor nack: pass the inbox\.Handler, not its process$"
+    with pytest.raises(AssertionError, match=sentence):
+        RedeliveringSubscriber(tasks(1)).deliver(handler.process)
+    transaction = RecordingTransaction()
+    outbox.register(transaction, "orders", b"")
+    for given, kind in (("orders", "str"), (transaction.tasks, r"outbox\.testing\.RegisteredTask")):
+        with pytest.raises(TypeError, match=rf"^messages has {kind}\. Pass PubsubMessages, as from published"):
+            RedeliveringSubscriber(given)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_callback_may_extend_the_deadline_before_it_acknowledges() -> None:
