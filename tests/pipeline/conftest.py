@@ -1,4 +1,4 @@
-"""One Spark session for all tests of the pipeline, in one process, with the settings of the jobs.
+"""One Spark for all tests of the pipeline, in one process: a session with the settings of jobs, and one of users.
 
 Its master allows three attempts of a Spark task.
 """
@@ -39,17 +39,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
+def jobs_spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - whose environment the workers inherit
     with mock.patch.dict(jobs_session._ALWAYS, {"spark.python.daemon.module": "tests.support.spark_daemon"}):
         made = jobs_session.session("tests", "local[2,3]")
     yield made
     made.stop()
 
 
+@pytest.fixture(scope="module")
+def spark(jobs_spark: SparkSession, request: pytest.FixtureRequest) -> SparkSession:
+    """Return the session of commands or, for what users call, Spark's defaults. Reading a stream has no shuffle."""
+    if request.module.__name__.rpartition(".")[2] not in ("test_register", "test_source"):
+        return jobs_spark
+    made = jobs_spark.newSession()
+    for name in ("spark.sql.shuffle.partitions", *jobs_session._ALWAYS):
+        if name.startswith("spark.sql."):
+            made.conf.unset(name)
+    made.conf.set("spark.sql.session.timeZone", "Asia/Kathmandu")
+    return made
+
+
 @pytest.fixture
-def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(jobs_spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands in this process use the Spark session of the tests, and do not configure logging."""
-    monkeypatch.setattr(jobs_session, "session", lambda _name: spark)
+    monkeypatch.setattr(jobs_session, "session", lambda _name: jobs_spark)
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_arguments: None)
 
 

@@ -124,12 +124,8 @@ OTHERS = (
 )  # fmt: skip
 #: What may change after a task has been registered, or is no part of its message.
 SAME = (
-    {"priority": 1},
-    {"sequence": 5},
-    {"available_at": datetime(2090, 1, 1, tzinfo=UTC)},
-    {"at_most_once": True},
-    {},
-)
+    {"priority": 1}, {"sequence": 5}, {"available_at": datetime(2090, 1, 1, tzinfo=UTC)}, {"at_most_once": True}, {},
+)  # fmt: skip
 
 
 def test_rows_are_compared_with_the_task_in_the_table_and_not_with_a_rejected_row():

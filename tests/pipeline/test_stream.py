@@ -21,6 +21,7 @@ from outbox.base.values import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
+from outbox_pipeline.rows.texts import EPOCH, MICROSECOND
 from outbox_pipeline.source.datasource import OutboxStreamReader
 from outbox_pipeline.spanner import open_table
 from pyspark_outbox import OutboxDataSource
@@ -62,8 +63,8 @@ def streamed(spark: SparkSession, sink: Path) -> Published:
     if not (sink / "_spark_metadata").exists():
         return Counter()
     rows = spark.read.schema("Id STRING, SentAt TIMESTAMP").parquet(str(sink))
-    times = rows.selectExpr("Id", "date_format(SentAt, \"yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'\")").collect()
-    return Counter((id, time) for id, time in times)
+    times = rows.selectExpr("Id", "unix_micros(SentAt)").collect()
+    return Counter((id, shown(EPOCH + micros * MICROSECOND)) for id, micros in times)
 
 
 def test_batches_adjoin_without_a_gap(target: DatabaseSettings, database: Database):
@@ -209,26 +210,17 @@ def test_a_wrong_option_of_a_stream_is_one_sentence(case: Case):
     ):
         with pytest.raises(PySparkException) as raised:  # noqa: PT012 - some options are read when the query starts
             stream = case.spark.readStream.format("outbox").options(**options(case.target, **{name: value})).load()
-            stream.writeStream.format("noop").option("checkpointLocation", str(case.folder)).start().awaitTermination(
-                60
-            )
+            writer = stream.writeStream.format("noop").option("checkpointLocation", str(case.folder))
+            writer.start().awaitTermination(60)
         assert sentence in str(raised.value)
         assert "Traceback" not in str(raised.value)
 
 
 def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink: Path, **more: str) -> None:
-    all_there = (
-        spark.readStream.format("outbox")
-        .options(
-            **options(target, columns="Id,Topic,SentAt,Payload", since="2026-01-01T00:00:00Z", partitions="2", **more)
-        )
-        .load()
-        .writeStream.format("parquet")
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True)
-        .start(str(sink))
-    )
-    assert all_there.awaitTermination(60)
+    how = {"columns": "Id,Topic,SentAt,Payload", "since": "2026-01-01T00:00:00Z", "partitions": "2", **more}
+    rows = spark.readStream.format("outbox").options(**options(target, **how)).load()
+    writer = rows.writeStream.format("parquet").option("checkpointLocation", str(checkpoint))
+    assert writer.trigger(availableNow=True).start(str(sink)).awaitTermination(150)
 
 
 def test_available_now_reads_everything_after_an_unfinished_batch(case: Case):  # OUT-SPARK-2
