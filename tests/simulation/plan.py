@@ -250,6 +250,13 @@ DENSE = {
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
     "limits": lambda seed: Plan(seed, workers=4, keys=0.0, limit=5, seconds=25.0),
     "readers": lambda seed: Plan(seed, rate=5.0, batch_size=50, seconds=20.0, reads=True, reshard=5),
+    "keys": lambda seed: Plan(
+        seed, rate=8.0, seconds=20.0, keys=1.0, batch_size=3, concurrency=8, latencies=DEFAULT_LATENCIES.times(10),
+        faults=(
+            Fault(0.0, "refused requests", 0, 20.0), Fault(0.0, "unanswered publishes", 0, 20.0),
+            Fault(5.0, "topic odd", seed, 10.0),
+        ),
+    ),
     "stops": lambda seed: Plan(
         seed, workers=3, rate=10.0, seconds=20.0, faults=(
             Fault(0.0, "slow pubsub", 0, 20.0), *(Fault(2.0 * n, "stop", seed + n, 15.0) for n in range(1, 6))

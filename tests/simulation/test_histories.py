@@ -32,14 +32,16 @@ SLOW = (
     "a topic without candidates is found again",
 )
 #: The first seed that notices a defect, where it is late, or where other histories last long. The search
-#: begins there, and goes on with other seeds.
+#: begins there, and goes on with other seeds. Before it, three histories of failing keys are played, which see much.
 FIRST_SEEDS = {
-    "every shard is polled": 277,
-    "due tasks are polled": 91,
-    "a failed request stops its key": 98,
+    "a task that is not due is skipped under the lock": 5,
     "a task behind a blocked one is skipped under the lock": 92,
-    "a key in flight waits": 47,
-    "tasks in doubt are remembered for 15 minutes": 49,
+    "a transaction attempt remembers outcomes": 11,
+    "a deferral is short": 15,
+    "at-most-once tasks are marked first": 5,
+    "workers that do not poll the new layout are waited for": 10,
+    "messages follow the route of their topic": 5,
+    "a topic with an invalid route waits": 8,
     "deferred tasks are released": 39,
     "a reset row is told from a lost mark": 128,
 }
@@ -154,14 +156,14 @@ QUICKLY_FOUND = ("SentAt is read again under the lock", "a key is sent from its 
 def test_histories_notice_a_defect(defect: str, limit: int) -> None:
     is_noticed = problems if defect in ENDING else is_judged
     first = FIRST_SEEDS.get(defect, 0)
+    plans = itertools.chain(map(DENSE["keys"], range(3)), map(Plan.of, range(first, first + limit)))
     with seeded(defect):
-        found = next((seed for seed in range(first, first + limit) if is_noticed(Plan.of(seed))), None)
-    assert found is not None
+        assert any(map(is_noticed, plans))
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dense", DENSE)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_dense_history_breaks_no_promise(dense: str, seed: int) -> None:
     assert judged_twice(DENSE[dense](seed)) == []
 

@@ -7,7 +7,7 @@ import pytest
 
 from outbox.table.states import NEVER
 from tests.simulation.audit import BAD, GOOD, PAUSE_SECONDS
-from tests.simulation.plan import Plan
+from tests.simulation.plan import DENSE, Plan
 from tests.simulation.seeded_faults import seeded
 from tests.simulation.world import Node, World, staged
 
@@ -126,6 +126,18 @@ def test_workers_keep_their_shards_while_spanner_refuses_writes(workers: int, de
     assert (world.audit.duplicates > 10) is bool(defect), world.audit.duplicates
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_that_stops_finishes_its_batches(seed: int) -> None:  # OUT-LOSS-5
+    """No other worker publishes their tasks again."""
+    assert World(DENSE["stops"](seed)).play().problems == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_keys_keep_their_order(seed: int) -> None:  # OUT-ORDER-1
+    """Requests fail, answers are lost, and tasks have failed attempts."""
+    assert World(DENSE["keys"](seed)).play().problems == []
+
+
 def seconds_beside_a_slow_topic(seed: int, tasks: int, priority: int) -> float:
     """Send two backlogs, one of a topic whose publishes take 3 s; return the seconds until the other is received."""
     with staged(Plan(seed, workers=1, concurrency=8, rate=1e-9)) as world:
@@ -147,11 +159,29 @@ def seconds_beside_a_slow_topic(seed: int, tasks: int, priority: int) -> float:
         (60, 0, "a topic leaves a place to another of a lower priority"),
     ],
 )
-def test_a_slow_topic_leaves_places_to_another(tasks: int, priority: int, defect: str | None) -> None:
-    """OUT-DELAY-2. Half of the places, or one to a lower priority."""
+def test_a_slow_topic_leaves_places_to_another(tasks: int, priority: int, defect: str | None) -> None:  # OUT-DELAY-2
+    """Half of the places, or one to a lower priority."""
     with seeded(defect):
         slowest = max(seconds_beside_a_slow_topic(seed, tasks, priority) for seed in range(2))
     assert (slowest > 4.0) is bool(defect), slowest
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_priorities_decide_and_lower_ones_keep_their_share(seed: int) -> None:  # OUT-ORDER-3
+    """Urgent tasks pass a backlog. A tenth of the batches is for low tasks while a backlog of urgent ones waits."""
+    with staged(Plan(seed, workers=1, rate=1e-9)) as world:
+        world.run(15.0)
+        world.load(1_500, priority=0)
+        world.run(1.0)
+        urgent = [world.add(f"urgent-{number}", priority=100) for number in range(20)]
+        world.run(2.0)
+        assert all(task.received for task in urgent)
+        assert world.spanner.table.unsent_count > 500
+        world.run_until(unsent=0)
+        low = [world.add(f"low-{number}", priority=0) for number in range(50)]
+        world.load(1_500, priority=100)
+        world.run(600.0, lambda: all(task.received for task in low))
+        assert world.spanner.table.unsent_count > 500
 
 
 @pytest.mark.parametrize("defect", [None, "the size of a poll follows the backlog"])
@@ -194,8 +224,10 @@ def seconds_beside_messages(seed: int, *, slow: float) -> float:
         (3.0, 120.0, "a refused request that there was no time to split is remembered"),
     ],
 )
-def test_messages_that_cannot_be_sent_delay_no_others(slow: float, most: float, defect: str | None) -> None:
-    """OUT-DELAY-1. A request takes longer than half of the publish timeout if Pub/Sub is slow."""
+def test_messages_that_cannot_be_sent_delay_no_others(
+    slow: float, most: float, defect: str | None
+) -> None:  # OUT-DELAY-1
+    """A request takes longer than half of the publish timeout if Pub/Sub is slow."""
     with seeded(defect):
         longest = max(seconds_beside_messages(seed, slow=slow) for seed in range(2))
     assert (longest > most) is bool(defect), longest
@@ -204,7 +236,7 @@ def test_messages_that_cannot_be_sent_delay_no_others(slow: float, most: float, 
 @pytest.mark.parametrize(
     ("fails", "max_new", "max_due"), [(0.0, 0.5, 2.0), pytest.param(0.1, 3.0, 5.0, marks=pytest.mark.extended)]
 )
-def test_idle_workers_send_new_and_due_tasks_soon(fails: float, max_new: float, max_due: float) -> None:
+def test_idle_workers_send_new_and_due_tasks_soon(fails: float, max_new: float, max_due: float) -> None:  # OUT-LOSS-2
     """Each insert wakes all workers, mostly in vain, and most tasks are the first of their topic for some seconds.
 
     `fails` is the part of the claims and commits that Spanner refuses. `max_new` are seconds from the commit to the

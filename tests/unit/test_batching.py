@@ -95,7 +95,7 @@ def test_within_a_slice_the_oldest_task_of_a_priority_is_first() -> None:
 )  # fmt: skip
 def test_no_task_starts_while_a_more_urgent_one_waits(
     found: list[Candidate], limits: Limits, allowed: dict[str, int], random: Random
-) -> None:
+) -> None:  # OUT-ORDER-3
     """Over topics, shards, ready and due tasks. The rest of a batch may be less urgent, and one place may be left."""
     found = [each._replace(id=str(n)) for n, each in enumerate(found)]
     by_id = {each.id: each for each in found}

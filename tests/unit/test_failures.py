@@ -270,7 +270,7 @@ def test_a_tasks_own_error_is_dead_exactly_at_the_last_attempt(failure: Failed, 
 
 
 @pytest.mark.parametrize("reason", ["not_found", "permission_denied", "failed_precondition"])
-def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
+def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:  # OUT-LOSS-4
     """Both must hold: the attempts used up, and the age by the database's clock. Until then the max backoff applies."""
     for before, age, dead in (
         (0, OLD, False), (8, OLD, False), (9, OLD, True), (9, HOUR, True), (9, HOUR - MICROSECOND, False),

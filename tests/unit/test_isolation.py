@@ -190,7 +190,9 @@ def endless(bench: Bench, worker: Relay, sent: int, max_turns: int) -> Counter[s
 
 
 @pytest.mark.parametrize(("batches", "share"), [(1, 0.1), (8, 0.5)])
-def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(batches: int, share: float) -> None:
+def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(
+    batches: int, share: float
+) -> None:  # OUT-ORDER-3
     bench = Bench(size=5, batches=batches, fair_share=share)
     sent = 500 if batches < 8 else 900
     kinds = endless(bench, bench.relay, sent, 1000)

@@ -39,7 +39,7 @@ LATER = datetime(2026, 1, 1, 13, tzinfo=UTC)
 )
 def test_the_locked_row_decides(
     bench: Bench, act: Callable[[Bench], object], published: list[tuple[str, str]], already: int
-) -> None:
+) -> None:  # OUT-ORDER-2
     """Another worker or an operator changed the task between the poll and the lock: the poll's version is ignored."""
     bench.insert("a", "b")
     overtake(bench, lambda: act(bench))
@@ -214,7 +214,9 @@ def test_finished_batches_are_counted_though_polls_fail(
     ],
     ids=["old", "registered again", "reset"],
 )
-def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Callable[[Bench], None]) -> None:
+def test_an_old_or_changed_row_in_doubt_is_published_again(
+    bench: Bench, act: Callable[[Bench], None]
+) -> None:  # OUT-LOSS-3
     """It could not be marked for too long, or is no longer what was published: a duplicate, never a loss."""
     bench.insert("a")
     bench.commits(NO_ANSWER)
