@@ -45,7 +45,7 @@ MOST_LISTED = 1_000
 #: The folders of the names of inputs.
 ARCHIVE, RECEIVED = "archive/", "received/"
 #: The fields that do not follow from `topics`.
-_FIELDS = ("audit", "database", "doubts", "not_delivered", "previous", "window")
+_FIELDS = ("audit", "database", "uncertainties", "not_delivered", "previous", "window")
 #: Files that are no inputs: their names begin with a dot or _, or they are in the log of the archive.
 _NO_INPUTS = re.compile(r"(^|/)[._][^/]*$|^_delta_log/")
 
@@ -161,15 +161,15 @@ class Certificate:
         return {name.removeprefix(folder): each for name, each in self.files.items() if name.startswith(folder)}
 
 
-def _verdict(counts: Mapping[str, int], doubts: Sequence[str]) -> str:
+def _verdict(counts: Mapping[str, int], uncertainties: Sequence[str]) -> str:
     """Return the first line of a certificate with these counts, and these facts that can hide a loss."""
     tasks, unknown = counts["registered"], counts["unknown"]
-    doubts = [*doubts, *([f"no task has the ID of {counted(unknown, 'received message')}"] if unknown else [])]
-    hidden = f". A loss may be hidden: {'; '.join(doubts)}" if doubts else ""
+    facts = [*uncertainties, *([f"no task has the ID of {counted(unknown, 'received message')}"] if unknown else [])]
+    hidden = f". A loss may be hidden: {'; '.join(facts)}" if facts else ""
     if wrong := [f"{counts[name]:,} {text}" for name, text in OUTCOMES.items() if text and counts[name]]:
         return f"INCOMPLETE: {' and '.join(wrong)} of {counted(tasks, 'task')}{hidden}"
     cancelled = f", and {counts['cancelled']:,} cancelled" if counts["cancelled"] else ""
-    verdict = "UNCERTAIN" if doubts else "COMPLETE"
+    verdict = "UNCERTAIN" if facts else "COMPLETE"
     return f"{verdict}: {counted(tasks - counts['cancelled'], 'task')} delivered{cancelled}{hidden}"
 
 
@@ -182,7 +182,7 @@ def payload(content: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
     for name in ("registered", *OUTCOMES, "republished"):
         counts[name] = sum(each[name] for each in topics.values())
     predicate = {name: content[name] for name in _FIELDS}
-    predicate |= {"topics": topics, "counts": counts, "summary": _verdict(counts, content["doubts"])}
+    predicate |= {"topics": topics, "counts": counts, "summary": _verdict(counts, content["uncertainties"])}
     subject = [{"name": name, "digest": {"sha256": files[name]}} for name in sorted(files)]
     statement: Any = {"_type": _STATEMENT, "subject": subject, "predicateType": _PREDICATE, "predicate": predicate}
     return rfc8785.dumps(statement)

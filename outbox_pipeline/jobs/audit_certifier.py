@@ -19,7 +19,7 @@ from outbox.table import schema
 from outbox_admin import operations
 from outbox_pipeline.certificate import document
 from outbox_pipeline.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
-from outbox_pipeline.certificate.doubts import Read, doubts
+from outbox_pipeline.certificate.uncertainties import Read, uncertainties
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs import audit_transforms as audit
 from outbox_pipeline.jobs.archive_files import Archive, Window, floor
@@ -149,7 +149,7 @@ class Certifier:
                 "grace_seconds": rules.grace.total_seconds(),
                 "received_data": self._settings.received_data,
             },
-            "doubts": self._doubts(),
+            "uncertainties": self._uncertainties(),
             "counts": {"unknown": done.unknown, "foreign": done.foreign},
             "topics": topics,
             "not_delivered": listed,
@@ -184,14 +184,14 @@ class Certifier:
             of_topic["republished"] += row["republished"]
         return collected(columns), topics
 
-    def _doubts(self) -> list[str]:
+    def _uncertainties(self) -> list[str]:
         """Return the facts that can hide a loss, from the archive, the records of purges and the retention."""
         now = self._table.now()
         reads = [Read(max(each.since, self._since), each.until, each.read_timestamp) for each in self._read]
         reads.append(Read(reads[-1].until, now, now))
         purges = operations.latest(self._table, _OPERATIONS, operation="purge", views=False)
         kept = schema.retention(self._table.database, request_options=SCHEMA_OPTIONS)
-        return doubts(reads, [each for each in purges if each.id not in self._purges], kept)
+        return uncertainties(reads, [each for each in purges if each.id not in self._purges], kept)
 
     def _inputs(self) -> dict[str, str]:
         """Return the digests of the files by their names in a certificate."""

@@ -24,7 +24,7 @@ from outbox.errors import NotReached, SettingError
 from outbox_admin.operations import Operation
 from outbox_pipeline import cli
 from outbox_pipeline.certificate import document
-from outbox_pipeline.certificate.doubts import Read, doubts
+from outbox_pipeline.certificate.uncertainties import Read, uncertainties
 from tests.support.certificates import Place, new_key, payload
 from tests.support.rpc import Served
 
@@ -67,7 +67,7 @@ def content_of(day: datetime, previous: str | None) -> dict[str, Any]:
         "window": {"since": shown(day), "until": shown(day + DAY)},
         "previous": previous,
         "audit": {"grace_seconds": 600.0},
-        "doubts": [],
+        "uncertainties": [],
         "counts": {"unknown": 0, "foreign": 0},
         "topics": {"orders": COUNTS},
         "not_delivered": [],
@@ -226,7 +226,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "messages of no task are left out of the verdict": (
         with_predicate(counts={**SUMS, "unknown": 2}), "summary .* does not follow"
     ),
-    "a doubt is left out of the verdict": (with_predicate(doubts=["a purge"]), "summary .* does not follow"),
+    "a doubt is left out of the verdict": (with_predicate(uncertainties=["a purge"]), "summary .* does not follow"),
     # chain and windows
     "a certificate is removed": (files("certificate-21.json", Path.unlink), r"a gap between .*-20\.json, .*-22\.json"),
     "a certificate is repeated": (files("certificate-21.json", copied("certificate-99.json")), "an overlap between"),
@@ -316,7 +316,7 @@ DOUBTS: dict[str, tuple[list[Read], list[Operation], timedelta | None, str | Non
 @pytest.mark.parametrize("name", DOUBTS)
 def test_what_can_hide_a_loss_is_said(name: str):
     reads, purges, kept, sentence = DOUBTS[name]
-    found = "; ".join(doubts(reads, purges, kept))
+    found = "; ".join(uncertainties(reads, purges, kept))
     assert found == "" if sentence is None else re.search(sentence, found), found
 
 
@@ -324,13 +324,13 @@ def test_a_doubt_changes_the_first_line(original: Place):
     content = content_of(FIRST, None)
     for changed, line in (
         ({}, "COMPLETE: 4 tasks delivered"),
-        ({"doubts": ["one; two"]}, "UNCERTAIN: 4 tasks delivered. A loss may be hidden: one; two"),
+        ({"uncertainties": ["one; two"]}, "UNCERTAIN: 4 tasks delivered. A loss may be hidden: one; two"),
         (
             {"counts": {"unknown": 2, "foreign": 1}},
             "UNCERTAIN: 4 tasks delivered. A loss may be hidden: no task has the ID of 2 received messages",
         ),
         (
-            {"topics": {"orders": SECOND_LOST}, "doubts": ["one"]},
+            {"topics": {"orders": SECOND_LOST}, "uncertainties": ["one"]},
             "INCOMPLETE: 1 lost of 4 tasks. A loss may be hidden: one",
         ),
     ):

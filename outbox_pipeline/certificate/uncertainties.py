@@ -19,7 +19,7 @@ class Read(NamedTuple):
     at: datetime
 
 
-def doubts(reads: Sequence[Read], purges: Iterable[Operation], kept: timedelta | None) -> list[str]:
+def uncertainties(reads: Sequence[Read], purges: Iterable[Operation], kept: timedelta | None) -> list[str]:
     """Return the facts that can hide a loss. `kept` is how long Spanner keeps a sent task, None is for ever.
 
     `purges` are those that did not delete archived tasks only.
