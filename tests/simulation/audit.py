@@ -124,8 +124,8 @@ class Audit:
     _acknowledged: dict[tuple[Process, str], tuple[float, Version]] = field(default_factory=dict)
     #: The deferred first task of each key, with the time since which it is so.
     _deferred: dict[TopicKey, tuple[str, float]] = field(default_factory=dict)
-    #: When an operator last deleted a task of the key. Nothing then releases the tasks behind it.
-    _deleted_at: dict[TopicKey, float] = field(default_factory=dict)
+    #: When an operator last deleted or restored a task of the key. Its first task may then wait KEY_CHECK_SECONDS.
+    _released_later_from: dict[TopicKey, float] = field(default_factory=dict)
     #: When each paused topic was paused.
     _paused_at: dict[str, float] = field(default_factory=dict)
     #: When the route of each topic was last changed, and where its messages go since. None: nowhere.
@@ -186,7 +186,7 @@ class Audit:
     def deleted(self, id: str) -> None:
         """An operator has deleted a dead task."""
         self.mended(id)
-        self._deleted_at[TopicKey(self.tasks[id].topic, self.tasks[id].key)] = self.clockwork.now
+        self._released_later_from[TopicKey(self.tasks[id].topic, self.tasks[id].key)] = self.clockwork.now
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
 
@@ -197,7 +197,7 @@ class Audit:
         """
         task = self.tasks[id]
         if follows_a_batch:
-            self._deleted_at[TopicKey(task.topic, task.key)] = self.clockwork.now
+            self._released_later_from[TopicKey(task.topic, task.key)] = self.clockwork.now
         task.cancelled_at, task.excused, task.row = self.clockwork.now, True, asdict(row)
         if task.received > task.resets + task.extra:
             self.cancelled_received.add(id)
@@ -211,6 +211,8 @@ class Audit:
         task.put_back_by = operation
         task.cancelled_at, task.put_back_at = -inf, self.clockwork.now
         self.cancelled_received.discard(id)
+        # The commit that ended the deferrals of its key may have been before, so its own one ends within a minute.
+        self._released_later_from[TopicKey(task.topic, task.key)] = self.clockwork.now
 
     def _is_excused(self, task: Known) -> bool:
         return task.excused or task.expires_at <= self.clockwork.now or (task.bad and self.skip_dead)
@@ -342,7 +344,7 @@ class Audit:
         now = self.clockwork.now
         for key, id in deferred.items():
             since = self._deferred[key][1] if self._deferred.get(key, ("",))[0] == id else now
-            excuse = self._deleted_at.get(key, -inf) + KEY_CHECK_SECONDS
+            excuse = self._released_later_from.get(key, -inf) + KEY_CHECK_SECONDS
             if now > max(since, excuse) + FEW_TURNS:
                 self.problem(f"{id} is the first unsent task of its key, and deferred since {since:.3f}")
                 since = inf
