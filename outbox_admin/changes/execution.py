@@ -271,9 +271,9 @@ class _Change:
                 self.table.transact(tag, progress.check)
                 outcome = publish(chunk.ids)
                 record = functools.partial(_recorded, progress, outcome, chunk.position)
-                _, progress = self.table.transact(tag, _landing(record))
+                _, progress = self.table.transact(tag, _committing(record))
             else:
-                execute = _landing(functools.partial(self._execute, chunk, progress))
+                execute = _committing(functools.partial(self._execute, chunk, progress))
                 outcome, progress = self.table.transact(tag, execute)
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
@@ -298,16 +298,16 @@ class _Change:
 _Done = tuple[Outcome, Progress]
 
 
-def _landing(work: Callable[[Transaction], _Done]) -> Callable[[Transaction], _Done]:
+def _committing(work: Callable[[Transaction], _Done]) -> Callable[[Transaction], _Done]:
     """Return the function of a transaction that may run again after a commit without an answer.
 
-    If that commit has landed, the row of the operation is as the earlier attempt has written it, and its result counts.
+    If that commit took effect, the row of the operation is as the earlier attempt has written it. Its result counts.
     """
     tried: list[_Done] = []
 
     def attempt(transaction: Transaction) -> _Done:
-        if landed := [each for each in tried if each[1].is_last(transaction)]:
-            return landed[0]
+        if committed := [each for each in tried if each[1].is_last(transaction)]:
+            return committed[0]
         tried.append(work(transaction))
         return tried[-1]
 
