@@ -17,13 +17,15 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Event, Host, Thread, Threads
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.store import PollRequest
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
+from publishworker.topics.availability import CircuitState
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Relay
+from publishworker.turn.relay import Load, Relay
 from publishworker.types import Answer, Claim, ClaimedTask, Kind, LockedRow, Turn
 from tests.specification.trace import Trace
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
@@ -243,3 +245,15 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
         claim(*arguments, **options)
 
     bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]  # a fault on purpose
+
+
+class WorkingRelay:
+    """A relay with three batches in flight, as far as a heartbeat asks for it."""
+
+    def __init__(self, **circuits: CircuitState) -> None:
+        self.batches, self.load = 3, Load(3, 0.375, circuits)
+
+
+def worker_settings(**flags: str) -> WorkerSettings:
+    """Return the settings of a worker with these flags."""
+    return WorkerSettings.read({"project": "my-project", "instance": "main", "database": "shop", **flags}, {})

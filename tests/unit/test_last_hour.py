@@ -1,31 +1,24 @@
-"""What workers and the table say about the last hour and now, and what operators make of it."""
+"""The last hour: what workers write of their minutes, and what operators read of it."""
 
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import yaml
 
-from outbox import __version__
 from outbox.errors import OutboxError
 from outbox.program.terminal import bars
-from outbox.rows import backlog
 from outbox.rows.backlog import Backlog, Line
 from outbox.rows.workers import MINUTES, Worker
 from outbox_admin.status import last_hour as histories
 from outbox_admin.status import status_commands
 from outbox_admin.status.last_hour import History, Values
-from publishworker.process.gauges import MAX_BYTES, MAX_OTHER_BYTES, worker_info
-from publishworker.process.worker_settings import WorkerSettings
+from publishworker.process.gauges import MAX_BYTES, worker_info
 from publishworker.telemetry.history import History as Ring
-from publishworker.topics.availability import CircuitState
-from publishworker.turn.relay import Load
 from publishworker.types import Answer, Delivered, Failed, Published
-from tests.support.parts import claim_of
+from tests.support.parts import WorkingRelay, claim_of, worker_settings
 
 NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)
 
@@ -205,7 +198,7 @@ def test_a_history_is_an_hour_long_and_fits_into_a_heartbeat(topic: str) -> None
         for reason in "abcdefgh":
             hour.publish(1, reason=reason)
         hour.ring.add_backlog(*({f"{topic}{number}": 10**7 + number for number in range(40)} for _ in range(2)))
-    info = worker_info(settings(), View(), hour.ring, ())
+    info = worker_info(worker_settings(), WorkingRelay(), hour.ring, ())
     assert len(json.dumps(info, separators=(",", ":"))) <= MAX_BYTES
     found: Mapping[str, Any] = info["history"]  # type: ignore[assignment]  # of a dict of objects
     assert {len(values) for values in found["all"].values()} == {MINUTES}
@@ -252,132 +245,3 @@ def test_status_shows_the_hour_as_bars_with_the_last_value_and_its_age() -> None
     assert found["published/min"][-2:] == ["80", "0"]
     assert found["slowest p95"][-4:] == ["2.0s", "0.1s", "(3m", "ago)"]
     assert found["failed/min"][-2:] == ["0", "0"]
-
-
-MISSING = CircuitState(Failed("not_found", "404 Topic not found"), 25.04, 3.21)
-
-
-class View:
-    """A relay with three batches in flight, as far as a heartbeat asks for it."""
-
-    def __init__(self, **circuits: CircuitState) -> None:
-        self.batches, self.load = 3, Load(3, 0.375, circuits)
-
-
-def settings(**flags: str) -> WorkerSettings:
-    return WorkerSettings.read({"project": "my-project", "instance": "main", "database": "shop", **flags}, {})
-
-
-def worker(info: Any, id: str = "a", age: float = 2) -> Worker:
-    """Return a worker whose Info went through the database."""
-    return Worker(id, age, NOW, NOW - timedelta(seconds=age), json.loads(json.dumps(info)))
-
-
-def test_a_worker_says_what_it_does() -> None:
-    changed = settings(batch_size="100", wake="change-stream", poll_interval="1.0", heartbeat_file="/tmp/mine")
-    info = worker_info(changed, View(orders=MISSING), Ring(), (0, 1, 2, 5, 32000))
-    host = info.pop("host")
-    assert isinstance(host, str)
-    assert info.pop("history")["all"] == {}
-    assert info == {
-        "version": __version__,
-        "shards": [(0, 2), (5, 5), (32000, 32000)],
-        "shards_left_out": 0,
-        "in_flight": 3,
-        "utilization": 0.38,
-        "settings": {"batch_size": 100, "wake": "change-stream"},
-        "circuits": [
-            {"topic": "orders", "reason": "not_found", "error": "404 Topic not found", "open_seconds": 25.0,
-             "seconds_to_probe": 3.2},
-        ],
-        "circuits_left_out": 0,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("error", ["e" * 1_000, "\N{GRINNING FACE}" * 1_000], ids=["ascii", "emoji"])
-def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
-    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 2.5 kB without it."""
-    circuits = {f"topic-{n}": CircuitState(Failed("not_found", error), 1, 1) for n in range(100)}
-    info = worker_info(
-        settings(allowed_topics=",".join(["orders-*"] * 500)), View(**circuits), Ring(), range(0, 1000, 2)
-    )
-    del info["history"]
-    assert len(json.dumps(info, separators=(",", ":"))) <= MAX_OTHER_BYTES
-    shown = worker(info)
-    assert len(shown.shards) + shown.number("shards_left_out") == 500
-    assert len(shown.circuits) + shown.number("circuits_left_out") == 100
-    assert error.isascii() == (len(shown.circuits) > 0)
-    assert 100 < len(shown.shards) < 500
-
-
-def test_an_info_that_no_worker_writes_breaks_no_command() -> None:
-    """Any program may write the column."""
-    for info, topics in (
-        ({"shards": 5, "circuits": 5, "settings": 5, "in_flight": "x", "host": None}, []),
-        ({"shards": [5, [1], [1, "2"], [0, 10**9], [5, 1], [True, 2]], "circuits": [5, None], "in_flight": -1}, []),
-        ({"circuits": [{"topic": 5, "open_seconds": 1e300, "seconds_to_probe": None}]}, ["5"]),
-    ):
-        found = worker(info)
-        assert (found.shards, found.settings, found.number("in_flight")) == ([], {}, 0)
-        assert [(each.topic, each.since) for each in found.circuits] == [(topic, found.seen_at) for topic in topics]
-
-
-def test_a_worker_tells_no_secret() -> None:
-    """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
-    own = settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x")
-    assert worker_info(own, View(), Ring(), ())["settings"] == {"pubsub_endpoint": "10.0.0.1:443"}
-
-
-def test_a_request_has_a_limited_number_of_ranges():
-    """Spanner limits a request to 10 MiB. The rows of all requests are added up."""
-    numbers: list[int] = []
-
-    def query(_statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
-        shards, topics = parameters["range_shards"], parameters["range_topics"]
-        assert len(shards) == len(topics)
-        numbers.append(len(shards))
-        return [[shards[0], topics[0], topics[0], "pending", 1, NOW, None, 0]]
-
-    ranges = [(shard, f"topic-{number}") for number in range(1_000) for shard in range(25)]
-    rows, full = backlog.count(query, "", ranges, 1)
-    assert numbers == [10_000, 10_000, 5_000]
-    assert full == {(0, "topic-0"), (0, "topic-400"), (0, "topic-800")}
-    assert sum(row.number for row in rows) == 3
-
-
-@pytest.mark.parametrize(("shards", "topics", "large"), [(10, 1, 1), (10, 1_000, 1), (400, 100, 1), (400, 100, 100)])
-def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics: int, large: int):
-    """Small topics do not reduce what is counted of others. Reads stay bounded: a part of the large ones at most."""
-    waiting = {f"topic-{number}": 10**6 if number < large else 3 for number in range(topics)}
-    read: list[int] = []
-
-    def query(_statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
-        places = zip(values["range_shards"], values["range_topics"], strict=True)
-        rows = [
-            (*place, place[1], "pending", min(values["limit"], waiting[place[1]]), NOW, None, 0) for place in places
-        ]
-        read.append(sum(row[4] for row in rows))
-        return [list(row) for row in rows]
-
-    ranges = [(shard, topic) for shard in range(shards) for topic in waiting]
-    rows, full = backlog.count(query, "", ranges)
-    path = Path(__file__).parents[2] / "k8s/components/autoscaling/horizontalpodautoscaler.yaml"
-    [metric] = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["metrics"]
-    target = int(metric["external"]["target"]["averageValue"])
-    assert sum(row.number for row in rows) >= shards * target
-    assert {topic for _, topic in full} == {topic for topic, number in waiting.items() if number > 3}
-    assert sum(read) <= 2 * max(backlog.MAX_TOTAL, shards * backlog.COUNT_LIMIT) + len(ranges) * backlog.MIN_COUNT_LIMIT
-
-
-def test_pending_tasks_of_a_paused_topic_are_in_no_total():
-    """Neither their count, nor their age, nor an early stop."""
-    second = timedelta(seconds=1)
-    lines = [
-        Line("a", pending=2, dead=1, oldest=NOW - second),
-        Line("b", pending=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
-        Line("c", paused=True, pending=7, dead=3, oldest=NOW - 9 * second, at_least={"pending"}),
-    ]
-    found = Backlog(NOW, (), lines)
-    total = found.total
-    assert (total.pending, total.dead, total.oldest, total.at_least) == (3, 4, NOW - 2 * second, {"dead"})
-    assert (found.oldest, found.age(found.oldest)) == (lines[1], 2.0)
