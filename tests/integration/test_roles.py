@@ -165,7 +165,8 @@ def test_applications_stay_within_their_role(database: Database, spanner_instanc
     """Registered once, or twice, they read nothing but the id."""
     ours = spanner_instance.database(database.database_id)
     heard = Heard(ours)
-    ours.run_in_transaction(lambda transaction: outbox.register(transaction, "orders", b"", ordering_key="k"))
+    for more in ({"ordering_key": "k", "available_at": PAST, "expires_at": FUTURE}, {"at_most_once": True}):
+        ours.run_in_transaction(outbox.register, "orders", b"", **more)
     ours.run_in_transaction(lambda transaction: outbox.register_once(transaction, "orders", b"", task_id="1"))
     allowed = allowed_all("outbox_application", heard)
     assert (heard.tables, allowed["SELECT", "AsynchronousTasks"]) == ({"AsynchronousTasks"}, {"Id"})
