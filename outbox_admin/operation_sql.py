@@ -12,6 +12,10 @@ _OPERATION_COLUMNS = f"""OperationId, Operation, StartedAt, FinishedAt, {at_most
   SUBSTR(Selection, 1, @characters), Tasks, {at_most("Reason")}, Selected,
   SeenAt, StoppedAt, SUBSTR(Position, 1, @characters)"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
+#: The IDs of the first operations whose ID begins with @prefix.
+BEGINNING_WITH = f"""
+SELECT OperationId FROM {_OPERATIONS} WHERE OperationId BETWEEN @prefix AND CONCAT(@prefix, '\\U0010FFFF')
+ORDER BY OperationId LIMIT @limit"""
 PROGRESS = f"SELECT Tasks, {at_most('Position', MAX_JSON)} FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
 LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"

@@ -196,6 +196,12 @@ def operation(table: TaskTable, id: str) -> Operation | None:
     return Operation(*rows[0]) if rows else None
 
 
+def beginning_with(table: TaskTable, prefix: str, limit: int) -> list[str]:
+    """Return the IDs of the first `limit` operations that begin with `prefix`. Raises NotReached, OutboxError."""
+    rows = table.query(operation_sql.BEGINNING_WITH, OPERATIONS_TAG, {"prefix": prefix, "limit": limit})
+    return [id for (id,) in rows]
+
+
 def found(table: TaskTable, id: str) -> Operation:
     """Return one operation. Raises NotReached, and OutboxError if it does not exist."""
     if (row := operation(table, id)) is None:

@@ -152,8 +152,8 @@ def _selection(
 ) -> TaskSelection:
     """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
     name, of_cancel = options.command, None
-    if name == "restore" and ids and len(ids) == 1:
-        of_cancel = admin.operations.operation(table, ids[0])
+    if name == "restore" and ids and len(ids) == 1 and not admin.tasks.lookup.beginning_with(table, ids, 1):
+        of_cancel = admin.operations.operation(table, task_flags.full_operation_id(table, options, ids[0]))
     if of_cancel and of_cancel.operation == "cancel":
         ids, options.ids = None, []
     ids = ids and task_flags.full_ids(table, options, ids)

@@ -25,6 +25,7 @@ from outbox.program.terminal import Escaped, as_json, named, note, say, shortene
 from outbox.table.ddl import OPERATION_NAMES
 from outbox.table.states import CANCELLED, STATES
 from outbox_admin import flags, value_types
+from outbox_admin.tasks import task_flags
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume,
@@ -37,12 +38,12 @@ ended early. A filter is compared with about the last 16,000 changes.
     outbox operations --operation cancel --topic orders --principal jane ..."""
 CONTINUE_DESCRIPTION = """\
 Continue a retry, resend, purge, cancel or restore that was stopped or whose process is gone,
-after the last tasks that are done. `outbox operations --json` has the IDs. If another
+after the last tasks that are done. `outbox operations` lists the IDs. If another
 process still works on the operation, one of them ends, and no task is changed twice.
 
     outbox operations continue 4f0c... --project my-project --instance main --database shop"""
 
-HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
+HEADS = ("ID", "STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
 #: Seconds between two lines about the progress.
 PROGRESS_SECONDS = 10.0
 #: Characters of the progress bar.
@@ -106,7 +107,7 @@ def add(commands: Any) -> None:
     flags.switch(parser, "--json", "Print one JSON object per line instead of a table")
     actions = parser.add_subparsers(metavar="ACTION")
     continuing = flags.command(actions, "continue", "continue a stopped one", CONTINUE_DESCRIPTION, run_continue)
-    flags.add(continuing, "id", value_types.ID, "The ID of the operation", metavar="ID")
+    flags.add(continuing, "id", value_types.ID, f"The ID of the operation. {task_flags.PREFIX_HELP}", metavar="ID")
     flags.switch(continuing, "--dry-run", "Only print the operation, and how far it is")
     # Without a default, because it would overwrite the flag before the word `continue`.
     continuing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print one JSON object.")
@@ -136,6 +137,7 @@ def run(options: argparse.Namespace) -> None:
 def run_continue(options: argparse.Namespace) -> int:
     """Continue an operation; return 0, or 1 if a task was not changed. Raises SettingError, NotReached, OutboxError."""
     task_table, author = flags.open_table(options), flags.author(options)
+    options.id = task_flags.full_operation_id(task_table, options, options.id)
     operation = admin.changes.execution.continued(task_table, options.id)  # before the note of a stop is cleared
     if not options.dry_run:
         logs.configure()  # a cancel logs its tasks
@@ -156,8 +158,8 @@ def run_continue(options: argparse.Namespace) -> int:
 
 def _listed(operations: "Sequence[admin.operations.Operation]") -> str:
     rows = [
-        [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection),
-         each.reason]
+        [each.id, each.started_at, each.finished_at, each.operation, each.tasks, each.principal,
+         shortened(each.selection), each.reason]
         for each in operations
     ]  # fmt: skip
     return table(HEADS, rows)

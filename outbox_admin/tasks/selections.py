@@ -66,12 +66,12 @@ class TaskSelection:
     since: datetime | None = narrowing(
         "{time} >= @since",
         MOMENT,
-        "Since, such as 2h",
+        "Since (UTC), such as 2h",
         "Only tasks at or after this time: SentAt of sent or cancelled tasks, CreatedAt of unsent tasks. Allowed: {}",
         "TIME",
     )
     until: datetime | None = narrowing(
-        "{time} < @until", MOMENT, "Until", "Only tasks before this time. Allowed: {}", "TIME"
+        "{time} < @until", MOMENT, "Until (UTC)", "Only tasks before this time. Allowed: {}", "TIME"
     )
     error: str | None = narrowing(
         "STRPOS(LOWER(LastError), LOWER(@error)) > 0",

@@ -98,27 +98,35 @@ def full_ids(
     With --yes it refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
     OutboxError.
     """
-    full = {}
-    for prefix, matches in admin.tasks.lookup.beginning_with(table, options.ids, MAX_MATCHES + 1).items():
-        if matches[0] == prefix:
-            continue
-        if len(prefix) < MIN_PREFIX:
-            note(
-                f"{prefix!r} is too short for the beginning of {named(matches)}. Give at least {MIN_PREFIX} characters"
-            )
-            continue
-        full[prefix] = matches[0]
-        if len(matches) > 1:
-            number = f"more than {MAX_MATCHES}" if len(matches) > MAX_MATCHES else len(matches)
-            raise OutboxError(f"{number} task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
-        if vars(options).get("yes"):
-            raise SettingError(
-                f"{prefix!r} is only a prefix of task {escaped(matches[0])}. With --yes, pass full IDs. Nothing was "
-                "changed"
-            )
-        note(f"{escaped(prefix)} is task {escaped(matches[0])}")
+    matches = admin.tasks.lookup.beginning_with(table, options.ids, MAX_MATCHES + 1)
+    full = {prefix: _full_id("task", prefix, ids, options) for prefix, ids in matches.items()}
     options.ids = [full.get(id, id) for id in options.ids]
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
+
+
+def full_operation_id(table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, prefix: str) -> str:
+    """Return the ID of the operation that begins with `prefix`, or `prefix` if there is none. See `full_ids`."""
+    matches = admin.operations.beginning_with(table, prefix, MAX_MATCHES + 1) if len(prefix) >= MIN_PREFIX else []
+    return _full_id("operation", prefix, matches, options) if matches else prefix
+
+
+def _full_id(kind: str, prefix: str, matches: Sequence[str], options: argparse.Namespace) -> str:
+    """Return the only one of `matches`, or `prefix` if it is an ID or too short. Raises SettingError, OutboxError."""
+    if matches[0] == prefix:
+        return prefix
+    if len(prefix) < MIN_PREFIX:
+        note(f"{prefix!r} is too short for the beginning of {named(matches)}. Give at least {MIN_PREFIX} characters")
+        return prefix
+    if len(matches) > 1:
+        number = f"more than {MAX_MATCHES}" if len(matches) > MAX_MATCHES else len(matches)
+        raise OutboxError(f"{number} {kind} IDs begin with {prefix!r}: {named(matches)}. Give more characters")
+    if vars(options).get("yes"):
+        raise SettingError(
+            f"{prefix!r} is only a prefix of {kind} {escaped(matches[0])}. With --yes, pass full IDs. Nothing was "
+            "changed"
+        )
+    note(f"{escaped(prefix)} is {kind} {escaped(matches[0])}")
+    return matches[0]
 
 
 def _id(line: str, where: str) -> str:

@@ -282,6 +282,22 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
 
 
 @pytest.mark.extended
+def test_local_times_have_a_zone_and_forms_say_theirs(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    insert(database, [row("dead", AvailableAt=NEVER)])
+    with running_console(emulators, database) as address, tab(browser, address, timezone_id="Asia/Tokyo") as page:
+        page.goto("/tasks?state=dead")
+        expect(page.locator(".as-of")).to_contain_text(" UTC")
+        page.get_by_role("button", name="Show local times").click()
+        expect(page.locator(".as-of")).to_contain_text("Asia/Tokyo")
+        for label in ("Since (UTC)", "Until (UTC)"):
+            expect(page.get_by_label(label)).to_be_visible()
+        page.get_by_role("button", name="Show times in UTC").click()
+        expect(page.locator("main")).not_to_contain_text("Asia/Tokyo")
+
+
+@pytest.mark.extended
 def test_a_page_of_tasks_keeps_what_a_person_selects(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:

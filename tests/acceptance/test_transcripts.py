@@ -50,6 +50,7 @@ GCLOUD = {
     "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
 }
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00)?")
+UUID = r"\b[\da-f]{8}(?:-[\da-f]{4}){3}-[\da-f]{12}\b"
 DURATION = re.compile(r"\b\d+(\.\d+)?( s|[smhd]( \d+[smh])?)\b")
 
 
@@ -72,9 +73,9 @@ def shown(text: str) -> list[tuple[str, list[str]]]:
 
 
 def normal(line: str) -> str:
-    """Return a line without times, durations and the width of columns, which differ from run to run."""
+    """Return a line without times, durations, UUIDs and the width of columns, which differ from run to run."""
     line = re.sub(r"\.{3,}", "...", line)  # a dot for each second that gcloud waits
-    return re.sub(r" +", " ", DURATION.sub("DURATION", TIME.sub("TIME", line))).strip()
+    return re.sub(r" +", " ", DURATION.sub("DURATION", TIME.sub("TIME", re.sub(UUID, "OPERATION", line)))).strip()
 
 
 def matches(lines: list[str], expected: list[str]) -> bool:
@@ -160,7 +161,7 @@ JSON = serialized(b'{"order": {"cents": 1999}}', attributes={"kind": "order"})
 SENT: dict[str, Any] = {"age": timedelta(minutes=5), "Data": serialized(b"x")}
 PROGRAMS: dict[str, Any] = {"outbox": cli.main, "publishworker": publishworker.process.cli.main}
 #: What commands print and take.
-PRINTED = {"OPERATION": r"\b[\da-f]{8}(?:-[\da-f]{4}){3}-[\da-f]{12}\b", "CURSOR": r"(?<=--after )\S+(?= for)"}
+PRINTED = {"OPERATION": UUID, "CURSOR": r"(?<=--after )\S+(?= for)"}
 
 
 def rows(now: datetime) -> dict[str, list[Row]]:

@@ -186,6 +186,28 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_the_commands_take_the_beginning_of_an_id_that_operations_prints(
+    database: Database, table: TaskTable, outbox: Commands
+):
+    """Not with --yes, and not if several IDs have it."""
+    insert(database, [row(id) for id in "abc"])
+    for ids in ("ab", "c"):
+        assert outbox.here("cancel", *ids, "--reason", "wrong", "--yes").code == 0
+    last, first = (line.split()[0] for line in outbox.here("operations").stdout.splitlines()[2:])
+    start = next(last[:end] for end in range(4, len(last)) if not first.startswith(last[:end]))
+    refused = outbox.here("restore", start, "--yes")
+    assert (refused.code, f"is only a prefix of operation {last}" in refused.stderr) == (2, True)
+    done = outbox.here("restore", start)
+    assert (done.code, done.stdout) == (0, "restored: 1 task\n")
+    assert f"{start} is operation {last}" in done.stderr
+    other = outbox.here("restore", "00000000", "--json")
+    assert (other.code, json.loads(other.stdout)["unchanged"]) == (1, {"00000000": "missing"})
+    for id in ("same-1", "same-2"):
+        begin(table, TaskSelection(state="dead"), id=id)
+    assert "2 operation IDs begin with 'same': same-1, same-2" in outbox.here("operations", "continue", "same").stderr
+    assert outbox.here("operations", "continue", first[:-1], "--dry-run").stdout.startswith("cancel by ")
+
+
 def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable, outbox: Commands):
     """By function, command and page. It stays stopped."""
     ids, jane = tuple(map(str, range(RECORDED_IDS + 1))), console(database)

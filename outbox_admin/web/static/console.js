@@ -66,7 +66,7 @@ function update(page) {
   }
 }
 
-// Times are in UTC, or in the time of the reader, who chooses once. The title has both.
+// Times are in UTC, or in the time of the reader, who chooses once. The title has both. The first one names the zone.
 const TIMES = "outbox-times", BUTTON = document.getElementById("times"), ZONE = document.getElementById("zone");
 let isLocal = false;
 try {
@@ -75,17 +75,18 @@ try {
   // A policy may block the data of sites. The choice then holds for this page.
 }
 function showTimes() {
+  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   for (const each of document.querySelectorAll("time[datetime], [data-time]")) {
     const time = new Date(each.getAttribute("datetime") ?? each.dataset.time);
     if (Number.isNaN(time.getTime())) continue; // the text stays
     const [day, clock] = [time.toLocaleDateString("sv"), time.toLocaleTimeString("sv")];
     each.dataset.utc ??= each.dataset.time || !each.querySelector(".copied") ? each.textContent : "";
     if (each.dataset.utc) each.textContent = !isLocal ? each.dataset.utc : each.dataset.utc.length < 6 ? clock.slice(0, 5) : `${day} ${clock}`;
+    if (isLocal && each.matches(".as-of > time")) each.textContent += ` ${zone}`;
     if (each.tagName === "TIME") each.title = `${time.toISOString().slice(0, 19).replace("T", " ")} UTC, ${day} ${clock} here`;
   }
   BUTTON.hidden = false;
   BUTTON.textContent = isLocal ? "Show times in UTC" : "Show local times";
-  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   ZONE.textContent = isLocal ? `Times are of ${zone}. Those with UTC beside them, and those in forms, are in UTC.` : "Times are in UTC.";
 }
 BUTTON.addEventListener("click", () => {
