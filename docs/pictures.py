@@ -140,7 +140,8 @@ def take_console() -> None:
         # The pages show one moment, however long the pictures take.
         with incident.played(made, register), mock.patch.object(visits, "FRESH_SECONDS", 3_600.0):
             with served_console(made) as address:
-                urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
+                while b"No figures yet" in urllib.request.urlopen(address, timeout=60).read():  # noqa: S310 - of the console
+                    time.sleep(1)
                 take_pages(address, TaskTable(made.database))
             take_terminal(watch(made.flags))
 

@@ -58,9 +58,9 @@ class Quick(History):
         """See History."""
         super().__init__(lambda: self.end - SPEED * max(0.0, self.end - time.time()))
 
-    def add_ages(self, ages: Mapping[str, float]) -> None:
+    def add_ages(self, ages: Mapping[str, float], oldest: float) -> None:
         """See History."""
-        super().add_ages({topic: SPEED * age for topic, age in ages.items()})
+        super().add_ages({topic: SPEED * age for topic, age in ages.items()}, SPEED * oldest)
 
 
 @contextlib.contextmanager
