@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="outbox",
         description="The transactional outbox for Spanner and Pub/Sub. `outbox COMMAND --help` describes one command.",
         formatter_class=flags.HelpFormatter,
-        parents=[flags.global_flags()],
+        parents=[flags.global_flags("These options may precede or follow the command.")],
     )
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     parser.set_defaults(run=_help, parser=parser)

@@ -44,8 +44,10 @@ subscription to the topic before it. Databases, topics and subscriptions that ex
 
     outbox emulators
     outbox emulators -- pytest
-    outbox emulators --create my-project/main/shop --topic orders --subscription billing
-    outbox emulators --create my-project/main/shop --topic orders --worker -- bash"""
+    outbox emulators --create my-project/main/shop --topic orders \\
+        --subscription billing
+    outbox emulators --create my-project/main/shop --topic orders \\
+        --worker -- bash"""
 
 WHY_NOT_MULTIPLEXED = (
     "# Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads",

@@ -4,11 +4,13 @@ import argparse
 import contextlib
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import outbox_admin as admin
+from outbox.base.values import listed
 from outbox.errors import SettingError
 from outbox.program.settings import (
     SWITCH,
@@ -28,23 +30,40 @@ MAX_SUGGESTION_TOPICS = 100
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves the global options out of the usage line, because they have a group of their own."""
+    """Fits paragraphs into the width. Only `outbox --help` describes the global options, and no usage line has them."""
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
         """Add the usage line."""
-        names = {field.name for field in fields_of(DatabaseSettings)}
-        super().add_usage(usage, [action for action in actions if action.dest not in names], *more, **others)
+        super().add_usage(usage, _own(actions), *more, **others)
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        """Add the options of a group."""
+        is_of_command = " " in self._prog
+        super().add_arguments(_own(actions) if is_of_command else actions)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Return a description. An example is indented, and keeps its lines."""
+        paragraphs = (
+            each if each.startswith(" ") else textwrap.fill(each, width, break_on_hyphens=False)
+            for each in text.split("\n\n")
+        )
+        return super()._fill_text("\n\n".join(paragraphs), width, indent)
 
 
-def global_flags() -> argparse.ArgumentParser:
+def _own(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
+    """Leave out the global options."""
+    names = {field.name for field in fields_of(DatabaseSettings)}
+    return [action for action in actions if action.dest not in names]
+
+
+def global_flags(text: str) -> argparse.ArgumentParser:
     """Return a parent for the parsers of `outbox` and of its commands, with the flags that all of them have.
 
     A flag that is not given is not in the namespace, so a command's parser does not overwrite a flag given before
     the command.
     """
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    group = parent.add_argument_group("global options", "These options may precede or follow the command.")
-    DatabaseSettings.add_flags(group)
+    DatabaseSettings.add_flags(parent.add_argument_group("global options", text))
     return parent
 
 
@@ -52,8 +71,10 @@ def command(
     commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int | None] | None = None
 ) -> argparse.ArgumentParser:
     """Add a command. `run` gets its options and may return an exit code. Without `run`, the command prints its help."""
+    names = listed(f"--{field.name.replace('_', '-')}" for field in fields_of(DatabaseSettings))
+    parents = [global_flags(f"{names}, before or after the command. `outbox --help` describes them.")]
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, formatter_class=HelpFormatter, parents=[global_flags()]
+        name, help=text, description=description, formatter_class=HelpFormatter, parents=parents
     )
     parser.set_defaults(**{"run": run, "command": name} if run else {"parser": parser})
     return parser

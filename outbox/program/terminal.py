@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import select
 import shutil
 import sys
 import unicodedata
@@ -92,11 +93,12 @@ def say(*lines: str, stream: TextIO | None = None, end: str = "\n") -> None:
 def write(output: str | bytes, stream: TextIO) -> None:
     """Write text, or bytes, at once. Raises NotReached or BrokenPipeError if stdout does not take it."""
     try:
-        if isinstance(output, bytes):
-            stream.buffer.write(output)
-        else:
-            stream.write(output)
         stream.flush()
+        if isinstance(stream, io.TextIOWrapper):
+            data = output if isinstance(output, bytes) else output.encode(stream.encoding, stream.errors or "strict")
+            _write_all(data, getattr(stream.buffer, "raw", stream.buffer))
+        else:
+            stream.write(str(output))  # into the memory of a test
     except OSError as error:
         # Python writes the rest of the buffer at exit. It would fail again, and end with a code of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -105,6 +107,13 @@ def write(output: str | bytes, stream: TextIO) -> None:
         if isinstance(error, BrokenPipeError):
             raise
         raise NotReached(f"cannot write the output: {error.strerror}") from None
+
+
+def _write_all(data: bytes, raw: Any) -> None:
+    """Write to a file without a buffer. A pipe that does not block may take a part, of which Python says nothing."""
+    rest = memoryview(data)
+    while rest := rest[raw.write(rest) or 0 :]:
+        select.select([], [raw], [])
 
 
 #: Returns the log line for a message: of a program, its level and its text. None if messages are sentences.

@@ -26,10 +26,12 @@ Pending tasks and tasks blocked by the head of their ordering key are not change
 Expired tasks are sent only with --include-expired. While new tasks wait, retried tasks
 get at most half of the capacity.
 
-    outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
+    outbox retry 0e3c... 7f21... \\
+        --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
     outbox retry --state sent --topic orders --since 2h ...
-    outbox list --state dead --error NOT_FOUND --json ... | outbox retry --ids-file - --yes ..."""
+    outbox list --state dead --error NOT_FOUND --json ... | \\
+        outbox retry --ids-file - --yes ..."""
 RESEND_DESCRIPTION = """\
 Publish sent tasks again, but to another Pub/Sub topic, for example for one subscriber that
 acknowledged by mistake. Create a topic, and a subscription of this subscriber to it. The
@@ -39,12 +41,14 @@ subscription gets a message. The tasks of an ordering key are published in order
     outbox resend --topic orders --since 2h --to orders-billing --dry-run \\
         --project my-project --instance main --database shop
     outbox resend --topic orders --since 2h --to orders-billing --rate 500 ...
-    outbox resend 0e3c... 7f21... --to orders-billing --reason 'ticket 4711' ..."""
+    outbox resend 0e3c... 7f21... --to orders-billing \\
+        --reason 'ticket 4711' ..."""
 PURGE_DESCRIPTION = """\
 Delete tasks that were sent before a time. The retention of the table deletes sent
 tasks too, typically within three days after they reach the retention age (`outbox schema`).
 
-    outbox purge --state sent --until 30d --project my-project --instance main --database shop
+    outbox purge --state sent --until 30d \\
+        --project my-project --instance main --database shop
     outbox purge --state sent --until 7d --topic orders --dry-run ...
     outbox purge --state cancelled --topic orders ..."""
 CANCEL_DESCRIPTION = """\
@@ -57,7 +61,8 @@ ID with the reason on stderr. The next tasks of the same ordering keys are relea
 
     outbox cancel 0e3c... --reason 'order was cancelled, ticket 4711' \\
         --project my-project --instance main --database shop
-    outbox cancel --state scheduled --topic reminders --dry-run --reason 'sent twice' ..."""
+    outbox cancel --state scheduled --topic reminders --dry-run \\
+        --reason 'sent twice' ..."""
 RESTORE_DESCRIPTION = """\
 Put tasks back that `outbox cancel` or the console has cancelled: those of an operation
 (`outbox operations`), or by ID. They are as they were, and those whose time has passed are
@@ -65,8 +70,10 @@ due. A cancelled task that a worker had published already is marked as sent by t
 so that it is not restored. An earlier task of an ordering key can follow later ones that
 were sent meanwhile: --dry-run counts them.
 
-    outbox restore 1f0c... --dry-run --project my-project --instance main --database shop
-    outbox restore 0e3c... 7f21... --reason 'cancelled by mistake, ticket 4711' ...
+    outbox restore 1f0c... --dry-run \\
+        --project my-project --instance main --database shop
+    outbox restore 0e3c... 7f21... \\
+        --reason 'cancelled by mistake, ticket 4711' ...
     outbox restore --state cancelled --topic reminders --since 1h --json ..."""
 
 COMMANDS = {
@@ -76,8 +83,11 @@ COMMANDS = {
     "restore": ("put cancelled tasks back", RESTORE_DESCRIPTION),
     "resend": ("publish sent tasks again to another topic", RESEND_DESCRIPTION),
 }
-#: When a command asks, besides above a number of tasks.
-ASKS = {"retry": f"for more than {CONFIRM_ABOVE:,} tasks, or if you pass --state without --topic", "cancel": "always"}
+#: When a command asks, if not only above a number of tasks.
+ASKS = {
+    "retry": f"asks for more than {CONFIRM_ABOVE:,} tasks, or if you pass --state without --topic",
+    "cancel": "always asks",
+}
 #: What would become of tasks.
 EFFECTS = {"retry": "become due now", "purge": "be deleted", "cancel": "be cancelled", "restore": "be restored"}
 #: The changes after which a task does not match any more. What a resend or a restore refuses matches still.
@@ -100,8 +110,8 @@ def add(commands: Any) -> None:
         if name == "retry":
             flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
         flags.switch(parser, "--dry-run", "Only count the tasks by topic and error")
-        text = f"Skip the confirmation. The command asks {ASKS.get(name, f'for more than {CONFIRM_ABOVE:,} tasks')}"
-        flags.switch(parser, "--yes", text)
+        asks = ASKS.get(name, f"asks for more than {CONFIRM_ABOVE:,} tasks")
+        flags.switch(parser, "--yes", f"Skip the confirmation. The command {asks}")
         allowed = "Allowed: {}, as long as Spanner keeps versions (version_retention_period)"
         preview = "Change only tasks that also matched at this time (default now), such as that of a dry run. "
         flags.add(parser, "--as-of", MOMENT, preview + allowed, metavar="TIME")

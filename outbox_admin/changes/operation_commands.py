@@ -41,7 +41,8 @@ Continue a retry, resend, purge, cancel or restore that was stopped or whose pro
 after the last tasks that are done. `outbox operations` lists the IDs. If another
 process still works on the operation, one of them ends, and no task is changed twice.
 
-    outbox operations continue 4f0c... --project my-project --instance main --database shop"""
+    outbox operations continue 4f0c... \\
+        --project my-project --instance main --database shop"""
 
 HEADS = ("ID", "STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
 #: Seconds between two lines about the progress.

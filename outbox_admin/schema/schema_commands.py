@@ -43,7 +43,8 @@ one for each shard in both indexes, and the others among the IDs of the table. R
 gcloud with at most 100 lines at a time.
 
     outbox schema splits --nodes 30 | split --lines 100 - splits-
-    gcloud spanner databases splits add orders --instance main --splits-file splits-aa"""
+    gcloud spanner databases splits add orders --instance main \\
+        --splits-file splits-aa"""
 
 SHARDS = whole_number(1, MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)

@@ -37,7 +37,8 @@ tasks. --exact counts all tasks.
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...
     outbox status --topic orders --topic mails ...
-    outbox status --max-age 5m --max-pending 10000 --max-dead 0 ... || notify-on-call
+    outbox status --max-age 5m --max-pending 10000 \\
+        --max-dead 0 ... || notify-on-call
     outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
 WORKERS_DESCRIPTION = """\
 List the live workers with their shards, their in-flight batches, the part of their

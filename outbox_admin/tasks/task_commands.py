@@ -45,7 +45,8 @@ The command reads the index at LOW priority. Of each shard, topic and state it s
 filter besides --topic it sorts up to 1,000,000 tasks of each state. It says so if there
 are more.
 
-    outbox list --state dead --project my-project --instance main --database shop
+    outbox list --state dead \\
+        --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
     outbox list --state dead --state retrying --newest --limit 20 ...
     outbox list --state retrying --error NOT_FOUND --json ... | jq .id

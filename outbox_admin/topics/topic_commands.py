@@ -51,25 +51,29 @@ UNSET_DESCRIPTION = """\
 Remove limits, the route, or values of the retry policy of a topic. Without a FIELD, remove
 all of them and its pause: the row in AsynchronousTaskTopics. Its tasks do not change.
 
-    outbox topics unset orders rate burst --project my-project --instance main --database shop
+    outbox topics unset orders rate burst \\
+        --project my-project --instance main --database shop
     outbox topics unset orders route ...
     outbox topics unset orders ..."""
 EXPORT_DESCRIPTION = """\
 Print the pauses, limits, routes and retry policies of all topics as JSON. `outbox topics
 apply` reads such a file.
 
-    outbox topics export --project my-project --instance main --database shop > topics.json"""
+    outbox topics export \\
+        --project my-project --instance main --database shop > topics.json"""
 APPLY_DESCRIPTION = """\
 Replace the controls of the topics in a file, in one transaction. A field that a topic
 does not have in the file gets its default. Topics that are not in the file do not change.
 
-    outbox topics apply topics.json --dry-run --project my-project --instance main --database shop
+    outbox topics apply topics.json --dry-run \\
+        --project my-project --instance main --database shop
     outbox topics apply topics.json ..."""
 PROBE_DESCRIPTION = """\
 Let each worker whose circuit of the topic is open publish a probe now, instead of at the
 time that `outbox topics` shows. If it succeeds, the circuit closes.
 
-    outbox topics probe orders --project my-project --instance main --database shop"""
+    outbox topics probe orders \\
+        --project my-project --instance main --database shop"""
 
 APPLIED_SOON = "workers apply this within 10 seconds"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"

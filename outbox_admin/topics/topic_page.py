@@ -115,7 +115,7 @@ def _check(visit: Visit) -> Response:
     table, topic = visit.console.table, _topic(visit)
     control = table.controls().get(topic)
     try:
-        unchecked = editing.check_destinations(table, [(control and control.publish_to) or topic])
+        unchecked = editing.check_destinations(table, [(control and control.publish_to) or topic], otherwise="")
     except NotReached:
         raise
     except OutboxError as error:

@@ -298,6 +298,25 @@ def test_local_times_have_a_zone_and_forms_say_theirs(
 
 
 @pytest.mark.extended
+def test_a_problem_is_in_the_title_and_read_out_once(database: Database, browser: Browser) -> None:
+    """Not with each refresh, although the sentence has an age. A page that is still keeps its own title."""
+    with gated_console(opened(database)) as gate, tab(browser, gate.address, failures=True) as page:
+        page.goto("/tasks?state=dead")
+        expect(page).to_have_title("1 problem · Tasks: dead · Outbox")  # no worker
+        insert(database, [row("pending", CreatedAt=datetime.now(UTC))])
+        expect(page.locator("#health")).to_contain_text("Pending: 1 task")
+        expect(page.locator("#changed")).to_be_empty()
+        insert(database, [row("dead", AvailableAt=NEVER)])
+        expect(page.locator("#changed")).to_contain_text("Pending: 1 task. And 1 more problem")
+        page.locator("#changed").evaluate("element => element.textContent = ''")
+        insert(database, [row("second", CreatedAt=datetime.now(UTC))])
+        expect(page.locator("#health")).to_contain_text("Pending: 2 tasks")
+        expect(page.locator("#changed")).to_be_empty()
+        gate.closed = HTMLResponse("bad gateway", 502)
+        expect(page).to_have_title("Not current · Tasks: dead · Outbox")
+
+
+@pytest.mark.extended
 def test_a_page_of_tasks_keeps_what_a_person_selects(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:

@@ -182,7 +182,12 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     for forged in ("1", "2026-01-01", "2026-01-01T00:00:00Z", "2999-01-01T00:00:00Z"):
         assert "had the topic" not in caller.get("/topic", params={"name": topic, "exists": forged}).text
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
-    assert (missing.status_code, "does not exist" in missing.text) == (400, True)
+    assert (missing.status_code, "does not exist" in missing.text, "--force" in missing.text) == (400, True, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(admin.topics.editing, "check_topic", lambda *_: "Pub/Sub does not say whether it exists: 403")
+        unknown = text(caller.post("/topic/check?name=orders", headers=SAME).text)
+    assert "It is unknown whether the topic exists. Pub/Sub does not say whether it exists: 403" in unknown
+    assert "Nothing was changed" not in unknown
     admin.topics.editing.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
     caller = console(database)
     page = caller.get("/topic?name=a/b").text

@@ -242,9 +242,25 @@ def test_help_is_printed_without_a_command(words: str, title: str, capsys: pytes
     assert cli.main(words.split()) == 0
     captured = capsys.readouterr()
     assert (captured.out.startswith(title), captured.err) == (True, "")
-    assert "may precede or follow the command" in captured.out
     usage, others = captured.out.split("\n\n", 1)
     assert ("--project" in usage, "--project" in others) == (False, True)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from parsers(each)
+
+
+def test_each_help_fits_a_terminal_and_only_one_describes_the_global_options(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    helps = {parser.prog: parser.format_help() for parser in parsers(cli._parser())}
+    assert len(helps) > 25
+    assert {name: long for name, text in helps.items() if (long := [e for e in text.splitlines() if len(e) > 80])} == {}
+    assert [name for name, text in helps.items() if "OUTBOX_PROJECT" in text] == ["outbox"]
+    assert all("--project" in text for text in helps.values())
 
 
 def test_global_flags_may_precede_or_follow_the_command():

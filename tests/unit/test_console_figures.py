@@ -152,7 +152,7 @@ def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
 def health(reading: Reading) -> tuple[str, str]:
     """Return the class and the text of the sentence at the top of each page."""
     macro: Any = _ENVIRONMENT.get_template("status/health.html").module
-    [found] = re.findall(r'class="health (\w+)" role="status">([^<]*)<', macro.health(reading))
+    [found] = re.findall(r'class="health (\w+)" data-mark="[^"]*" data-state="[^"]*">([^<]*)<', macro.health(reading))
     level, sentence = found
     return level, sentence
 

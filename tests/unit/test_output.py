@@ -8,8 +8,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,23 @@ def test_a_stream_shows_what_its_encoding_does_not_have(
     assert text.endswith(r"\ud800")
     assert json.loads(line) == values
     assert json.loads(log)["message"] == values["key"]
+
+
+@pytest.mark.parametrize("buffering", [0, 8_192])
+def test_a_slow_pipe_that_does_not_block_gets_all_lines(buffering: int) -> None:
+    """With PYTHONUNBUFFERED, Python's own streams drop the part that such a pipe does not take, without an error."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    lines = [f"{n:0200}" for n in range(2_000)]
+    with (
+        ThreadPoolExecutor(1) as other,
+        os.fdopen(read_end, encoding="utf-8") as reader,
+        io.TextIOWrapper(os.fdopen(write_end, "wb", buffering), write_through=not buffering) as stream,
+    ):
+        said = other.submit(lambda: [say(line, stream=stream) for line in lines] and stream.close())
+        time.sleep(0.1)  # until the pipe is full
+        assert reader.read().splitlines() == lines
+        said.result()
 
 
 @pytest.mark.parametrize(("stdout", "why"), [("/dev/full", "No space left on device"), (None, "Bad file descriptor")])

@@ -4,6 +4,7 @@
 const REFRESH_MS = 5000, TIMEOUT_MS = 20_000, NEXT_KEY_MS = 1500;
 const PAGES = { o: "/", t: "/tasks", w: "/workers" };
 const PREFIX = document.body.dataset.prefix;
+const HEALTH = document.getElementById("health"), TITLE = document.title.slice(HEALTH.dataset.mark.length);
 const SIGNED_OUT = "Another page answered instead of the console, so your session has probably ended.";
 
 // Return the page that the console answers. Raise an error with the reason if it does not, or if a proxy answers.
@@ -43,6 +44,7 @@ function update(page) {
   const isStill = "still" in document.getElementById("live").dataset;
   // A person who is about to press a button there must not find another one below the pointer.
   const isHeld = document.querySelector("#live form:is(:hover, :focus-within)");
+  const state = HEALTH.dataset.state;
   const ids = isStill || isHeld ? ["health", "person"] : ["health", "person", "live"];
   if (!ids.every((id) => page.getElementById(id))) throw new Error("The console's answer is incomplete.");
   // What a person opens stays open.
@@ -53,7 +55,8 @@ function update(page) {
     nameParts(found);
     Idiomorph.morph(old, found, { callbacks });
   }
-  document.title = page.title;
+  document.title = HEALTH.dataset.mark + TITLE;
+  if (HEALTH.dataset.state !== state) document.getElementById("changed").textContent = HEALTH.textContent;
   showTimes();
   if (isStill || isHeld) return;
   const actions = (root) => [...root.querySelectorAll("main form[method=post]")].map((form) => form.getAttribute("action"));
@@ -102,9 +105,10 @@ showTimes();
 
 function warn(text) {
   // The sentence about the last figures may say that all is well.
-  document.getElementById("health").hidden = true;
-  const stale = document.getElementById("stale");
-  stale.querySelector("span").textContent = text;
+  HEALTH.hidden = true;
+  document.title = `Not current · ${TITLE}`;
+  const stale = document.getElementById("stale"), sentence = stale.querySelector("span");
+  if (sentence.textContent !== text) sentence.textContent = text; // a screen reader reads it again after each write
   stale.hidden = false;
 }
 
