@@ -391,6 +391,7 @@ def test_the_page_says_why_a_request_failed(database: Database, browser: Browser
         (HTMLResponse("denied", 403), "Another page answered instead of the console"),
         (HTMLResponse("<h1>This needs the role viewer</h1>", 403, HEADERS), "This needs the role viewer."),
     ]
+    insert(database, [row("a")])
     with gated_console(opened(database)) as gate, tab(browser, gate.address, failures=True) as page:
         page.add_init_script(IMPATIENT)
         page.goto("/topic?name=orders")

@@ -181,6 +181,9 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     assert f"Pub/Sub had the topic {topic}" in text(caller.get(answer.headers["location"]).text)
     for forged in ("1", "2026-01-01", "2026-01-01T00:00:00Z", "2999-01-01T00:00:00Z"):
         assert "had the topic" not in caller.get("/topic", params={"name": topic, "exists": forged}).text
+    unknown = caller.get("/topic?name=no-such-topic").text
+    forms = re.findall(r'action="/topic/(\w+)', unknown)
+    assert (forms, "--rate=N --burst=N -- no-such-topic" in unknown) == (["check"], True), "no form that is refused"
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
     assert (missing.status_code, "does not exist" in missing.text, "--force" in missing.text) == (400, True, False)
     with monkeypatch.context() as patch:
