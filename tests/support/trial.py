@@ -208,7 +208,8 @@ class Trial:
         return self._recovery
 
     def wait_for_first_task(self) -> None:
-        eventually(lambda: self.backlog() < len(self.ledger.committed), seconds=30, message="a task is sent")
+        # `committed` is read first, because applications register tasks meanwhile.
+        eventually(lambda: len(self.ledger.committed) > self.backlog(), seconds=30, message="a task is sent")
 
     def wait_for_backlog(self, tasks: int) -> None:
         eventually(lambda: self.backlog() <= tasks, seconds=30.0, message=f"at most {tasks} tasks are not marked")
