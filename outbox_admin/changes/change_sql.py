@@ -92,7 +92,3 @@ SELECT COUNTIF(task.OrderingKey IS NOT NULL AND EXISTS (
       AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
         AND COALESCE(later.Sequence, {NO_SEQUENCE}) > COALESCE(task.Sequence, {NO_SEQUENCE}))))
 FROM UNNEST(@ids) AS wanted {SEEK} {BY_ID} AS task ON task.Id = wanted"""
-
-
-#: The ID and SentAt of tasks, with exclusive locks.
-LOCK_SENT_AT = of_ids("Id, SentAt", lock=True)
