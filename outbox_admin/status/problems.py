@@ -116,7 +116,7 @@ def _changes(table: TaskTable, backlog: Backlog, controls: Mapping[str, TopicCon
     """Return the operation that paused or limited each topic that waits for that. Raises NotReached, OutboxError."""
     found: dict[str, Operation] = {}
     waiting = [(line.topic, {"paused"}) for line in _paused(backlog)[:SHOWN]]
-    limited = [line.topic for line in _late(backlog) if _limits(controls, line.topic)]
+    limited = [line.topic for line in _late(backlog) if _limits(controls.get(line.topic))]
     for topic, names in (*waiting, *((topic, {*LIMITS}) for topic in limited[:SHOWN])):
         for each in operations.latest(table, SHOWN, topic=topic, at=backlog.as_of):
             match operations.parsed(each.selection):
@@ -183,7 +183,7 @@ def hold(workers: Sequence[Worker], topic: str, at: datetime, controls: TopicCon
             probe = f"in {spoken(wait)}" if wait > 0 else "now"
             where = "" if each.workers == len(workers) else f" in {each.workers} of {len(workers)} workers"
             return f"the circuit of the topic is open{where} ({each.reason}), and the next probe is {probe}"
-    limits = ", ".join(stated(controls or NO_CONTROLS, LIMITS))
+    limits = _limits(controls)
     return f"the topic has a limit of {limits}" if limits else None
 
 
@@ -225,10 +225,8 @@ def _of_topics(
         since = by and by.started_at
         yield Problem("paused", line.topic, False, f"{line.topic} is paused: {tasks}", action, since, by=by)
     for line in _late(backlog, at_limit=True):
-        wait = spoken(backlog.age(line))
-        text = (
-            f"{line.topic} is sent at its limit of {_limits(controls, line.topic)}: its oldest task has waited {wait}"
-        )
+        limits, wait = _limits(controls.get(line.topic)), spoken(backlog.age(line))
+        text = f"{line.topic} is sent at its limit of {limits}: its oldest task has waited {wait}"
         by = changed_by.get(line.topic)
         yield Problem("at_limit", line.topic, False, text, _raise_limit(line.topic), line.oldest, by=by)
 
@@ -289,7 +287,7 @@ def _of_late(
 ) -> Problem:
     """Return the problem of a topic that is late for no other known reason than, perhaps, its limit."""
     text, topic = _lateness(backlog, line), line.topic
-    if limits := _limits(controls, topic):
+    if limits := _limits(controls.get(topic)):
         text = f"{text}, and it has a limit of {limits}"
         return Problem("late", topic, True, text, _raise_limit(topic), line.oldest, by=changed_by.get(topic))
     flags = {"state": "pending", "topic": topic}
@@ -301,8 +299,8 @@ def _lateness(backlog: Backlog, line: Line) -> str:
     return f"{line.topic} is late: its oldest task has waited {spoken(backlog.age(line))}"
 
 
-def _limits(controls: Mapping[str, TopicControls], topic: str) -> str:
-    return ", ".join(stated(controls.get(topic, NO_CONTROLS), LIMITS))
+def _limits(controls: TopicControls | None) -> str:
+    return ", ".join(stated(controls or NO_CONTROLS, LIMITS))
 
 
 def _late(backlog: Backlog, *, at_limit: bool = False) -> list[Line]:

@@ -189,10 +189,14 @@ def _rendered(
     # A line that is too long takes several. At least one card is shown.
     sizes = accumulate(sum(1 + len(line) // width for line in card) for card in cards)
     number = max(1, sum(size <= most * 0.6 for size in sizes))
-    parts = [as_of(backlog), *(["", "PROBLEMS"] if cards else []), *(line for card in cards[:number] for line in card)]
+    parts = [
+        as_of(backlog.as_of, backlog.workers),
+        *(["", "PROBLEMS"] if cards else []),
+        *(line for card in cards[:number] for line in card),
+    ]
     others = {
         "the last hour": _curves(history) if history else "",
-        "circuits": "" if screen else circuit_table(backlog),  # a problem each
+        "circuits": "" if screen else circuit_table(backlog.workers, backlog.as_of),  # a problem each
         "errors": error_table(status.errors) if status.errors else "",
         "reshard": cell(str(status.reshard or "")),
     }
@@ -317,18 +321,13 @@ def _number(name: str, value: int, at_least: set[str]) -> object:
     return f">= {value:,}" if name in at_least else value
 
 
-def as_of(backlog: "admin.rows.backlog.Backlog") -> str:
-    """Return the first line of a command that shows a backlog."""
-    return f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
+def as_of(at: datetime, workers: "Sequence[admin.rows.workers.Worker]") -> str:
+    """Return the first line of a command that shows what workers say."""
+    return f"as of {shown(at)}, {counted(len(workers), 'live worker')}"
 
 
-def circuit_table(backlog: "admin.rows.backlog.Backlog") -> str:
+def circuit_table(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> Escaped:
     """Return a table of the circuits that are not closed, or an empty text."""
-    return "\n".join(_circuit_lines(backlog.workers, backlog.as_of)[1:])
-
-
-def _circuit_lines(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> list[str]:
-    """Return an empty line and a table, or nothing if all circuits are closed."""
     rows = []
     for each in admin.status.live_workers.open_circuits(workers):
         wait = (each.next_probe - now).total_seconds()
@@ -337,7 +336,7 @@ def _circuit_lines(workers: "Sequence[admin.rows.workers.Worker]", now: datetime
         rows.append([state, each.topic, each.workers, since, probe, shortened(f"{each.reason}: {each.error}")])
     left_out = int(sum(worker.number("circuits_left_out") for worker in workers))
     more = [f"... and {left_out:,} more, which did not fit into the heartbeats"] if left_out else []
-    return ["", table(CIRCUITS, rows), *more] if rows else more
+    return joined(*([table(CIRCUITS, rows)] if rows else []), *more)
 
 
 def run_workers(options: argparse.Namespace) -> int:
@@ -353,8 +352,8 @@ def run_workers(options: argparse.Namespace) -> int:
         say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
     else:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
-        head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
-        say(head, *listed, *_circuit_lines(workers, now))
+        circuits = circuit_table(workers, now)
+        say(as_of(now, workers), *listed, *(["", circuits] if circuits else []))
     known = admin.status.live_workers.lost(workers, [each for each in rows if not each.is_live])
     problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:

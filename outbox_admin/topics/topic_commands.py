@@ -200,8 +200,9 @@ def run_topics(options: argparse.Namespace) -> None:
     else:
         listed = [((topic, described(row)), line) for topic, row, line in topics]
         text, left_out = figures_table(backlog, ("TOPIC", "CONTROL"), listed)
-        circuits_text = circuit_table(backlog)
-        say(as_of(backlog), text if topics else "no topics", *(["", Escaped(circuits_text)] if circuits_text else []))
+        circuit_text = circuit_table(backlog.workers, backlog.as_of)
+        head = as_of(backlog.as_of, backlog.workers)
+        say(head, text if topics else "no topics", *(["", circuit_text] if circuit_text else []))
         if left_out:
             note(f"the terminal is too narrow for {', '.join(left_out)}")
 
