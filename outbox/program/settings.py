@@ -294,7 +294,13 @@ class Settings:
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
         """Return the settings from `flags` (None: not passed) and `environment`. Raises SettingError."""
-        return cls(**{field.name: field.value(flags.get(field.name), environment) for field in fields_of(cls)})
+        given = {field: field.given(flags.get(field.name), environment) for field in fields_of(cls)}
+        if missing := [field for field, (_, text) in given.items() if text is None]:
+            names = " and ".join(field.flag for field in missing)
+            variables = " and ".join(field.variable for field in missing)
+            raise SettingError(f"Pass {names}, or set {variables}")
+        texts = ((field, source, text) for field, (source, text) in given.items() if text is not None)
+        return cls(**{field.name: field.kind.value(text, source) for field, source, text in texts})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,15 +368,13 @@ class Field:
         """Return `OUTBOX_BATCH_SIZE` for `batch_size`."""
         return PREFIX + self.name.upper()
 
-    def value(self, flag: str | None, environment: Mapping[str, str]) -> Any:
-        """Return the parsed value. Raises SettingError."""
+    def given(self, flag: str | None, environment: Mapping[str, str]) -> tuple[str, str | None]:
+        """Return the source and the text of the value: the flag, a variable, or the default, which can be None."""
         variables = filter(None, (self.variable, self.fallback_variable))
         for name, text in ((self.flag, flag), *((each, environment.get(each)) for each in variables)):
             if text is not None:
-                return self.kind.value(text, name)
-        if self.default is None:
-            raise SettingError(f"Pass {self.flag} or set {self.variable} ({self.kind.allowed})")
-        return self.kind.value(self.default, f"the default of {self.flag}")
+                return name, text
+        return f"the default of {self.flag}", self.default
 
 
 def fields_of(settings: type) -> Iterator[Field]:

@@ -33,6 +33,11 @@ def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
     assert {field.name for field in fields_of(WorkerSettings) if field.fallback_variable} == {"project"}
 
 
+def test_all_settings_that_are_missing_are_named_at_once() -> None:
+    with pytest.raises(SettingError, match=r"^Pass --instance and --database, or set OUTBOX_INSTANCE and OUTBOX_DATAB"):
+        WorkerSettings.read({"project": "my-project"}, {})
+
+
 def test_a_member_of_an_enumeration_becomes_plain_text() -> None:
     """Its format is that of its name."""
     name = enum.Enum("Name", {"DATABASE": "orders"}, type=str).DATABASE
