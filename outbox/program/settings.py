@@ -295,12 +295,13 @@ class Settings:
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
         """Return the settings from `flags` (None: not passed) and `environment`. Raises SettingError."""
         given = {field: field.given(flags.get(field.name), environment) for field in fields_of(cls)}
-        if missing := [field for field, (_, text) in given.items() if text is None]:
+        texts = ((field, source, text) for field, (source, text) in given.items() if text is not None)
+        values = {field.name: field.kind.value(text, source) for field, source, text in texts}
+        if missing := [field for field in given if field.name not in values]:
             names = " and ".join(field.flag for field in missing)
             variables = " and ".join(field.variable for field in missing)
             raise SettingError(f"Pass {names}, or set {variables}")
-        texts = ((field, source, text) for field, (source, text) in given.items() if text is not None)
-        return cls(**{field.name: field.kind.value(text, source) for field, source, text in texts})
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
