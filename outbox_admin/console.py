@@ -50,7 +50,7 @@ def app(
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
     needed besides. The header is red if the full name of the database contains `production`. Links to the documentation
     begin with `docs_url`, and without it there are none. `redact` changes what people see of a message. It gets the
-    whole message, of which the console otherwise reads only the parts that it shows.
+    whole message. Without it, the console reads only the parts that it shows.
 
     Raises SettingError if the command would refuse the same value, NotReached, SchemaDiffers.
     """

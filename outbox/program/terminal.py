@@ -110,7 +110,7 @@ def write(output: str | bytes, stream: TextIO) -> None:
 
 
 def _write_all(data: bytes, raw: Any) -> None:
-    """Write to a file without a buffer. A pipe that does not block may take a part, of which Python says nothing."""
+    """Write to a file without a buffer. A pipe that does not block may take only a part, without an error."""
     rest = memoryview(data)
     while rest := rest[raw.write(rest) or 0 :]:
         select.select([], [raw], [])

@@ -54,7 +54,7 @@ _OF_SOURCE = {
 _MESSAGE = "Data"
 #: Columns of the source that are bytes. Programs write them to text files as base64, or in their own way.
 _BYTES = {"Payload": "binary", _MESSAGE: "a serialized PubsubMessage"}
-#: The columns of which a row has one.
+#: A row has one of these columns.
 OF_DATA = frozenset({"data", "data_base64", *_BYTES})
 _SET = {*schemas.TASK.names} - {*_OF_SOURCE, _MESSAGE}
 #: The columns of a task, which make the ID of a row that has none. `data_base64` is another form of `data`.

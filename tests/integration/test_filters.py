@@ -46,7 +46,7 @@ SELECTED, LEFT = "selected-{}", "left-{}"
 
 
 def inserted(database: Database, name: str, state: str) -> None:
-    """Insert two tasks of a state, of which the filter selects one."""
+    """Insert two tasks of a state. The filter selects one of them."""
     kinds = {SELECTED: EXAMPLES[name].selects, LEFT: EXAMPLES[name].leaves}
     for id, columns in kinds.items():
         given = {column: value for column, value in columns.items() if column != "SentAt" or state in ENDED}

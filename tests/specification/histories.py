@@ -16,7 +16,7 @@ from tests.simulation.world import World
 from tests.specification import checker
 from tests.support.fakes import StoredTask
 
-#: What the auditor is told of operators and cancellations, and the event that it is.
+#: What the auditor records of operators and cancellations, and the event that it is.
 ACTIONS = {
     "reset": "retry", "retried": "ready", "deleted": "delete", "cancelled": "delete", "restored": "restore",
     "put_back": "restore",
