@@ -10,24 +10,18 @@ from outbox.errors import SettingError
 from outbox.rows.task_table import TaskTable
 from outbox_admin.changes import change_pages
 from outbox_admin.changes.running import Running
+from outbox_admin.status import status_pages
 from outbox_admin.tasks import task_pages
 from outbox_admin.topics import topic_page
 from outbox_admin.web.application import Access
 from outbox_admin.web.console_settings import DOCS_URL, HOSTS, PATH, TEXT
 from outbox_admin.web.roles import ACTIONS, EVERYTHING, VIEWERS, Header, Iap, Identify, Role, Roles, RolesFile
-from outbox_admin.web.visits import Console, Redact, Route, Shared, Visit, Work, read_status, render
+from outbox_admin.web.visits import Console, Redact, Route, Shared, Visit, Work
 
 __all__ = ["Header", "Iap", "app"]
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-#: The pages that show nothing but the shared figures.
-FIGURES = {
-    "/": "status/overview",
-    "/blocked": "status/blocked",
-    "/workers": "status/workers",
-    "/operations": "changes/operations",
-}
 
 
 def app(
@@ -68,7 +62,7 @@ def app(
     console = Console(
         table=table,
         running=Running(table),
-        status=Shared(partial(read_status, table)),
+        status=Shared(partial(status_pages.read, table)),
         actions=change_pages.ACTIONS,
         allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
         is_production=production != "" and production in table.name,
@@ -87,15 +81,10 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    figures = {path: partial(render, template=name, actions=change_pages.ACTIONS) for path, name in FIGURES.items()}
-    pages = [Route(path, handler, work=Work.LIGHT) for path, handler in figures.items()]
     # A page asks for it before it sends a form: a proxy in front may have ended the session of the person.
     signed_in = Route("/signed-in", lambda _visit: PlainTextResponse("ok\n"), work=Work.LIGHT)
-    found = [
-        signed_in,
-        *pages,
-        *(route for module in (topic_page, task_pages, change_pages) for route in module.ROUTES),
-    ]
+    subjects = (status_pages, topic_page, task_pages, change_pages)
+    found = [signed_in, *(route for subject in subjects for route in subject.ROUTES)]
     answered = {route.path for route in found if route.method == "GET"}
     forms = [route for route in found if route.page and route.path not in answered]
     # The address of a refused form, or of one that a proxy has interrupted by its login, is opened again.

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 
 from starlette.responses import Response
 
@@ -195,6 +196,7 @@ def _stop(visit: Visit) -> Response:
 
 
 ROUTES = (
+    Route("/operations", partial(render, template="changes/operations"), work=Work.LIGHT),
     Route("/operation", show, work=Work.LIGHT),
     Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.URGENT, "/operation"),
     *(route for each in ACTIONS for route in each.routes()),

@@ -1,7 +1,7 @@
 """One topic: its tasks by state, its circuit, and its controls with the forms that change them."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -51,8 +51,9 @@ def _time(text: str) -> datetime | None:
 
 def _last_change(visit: Visit, topic: str) -> Operation | None:
     """Return the last of the recent operations that changed the controls of a topic."""
-    status = visit.reading.value
-    for each in status.operations if status else ():
+    figures = visit.reading.value
+    recent: Sequence[Operation] = figures.operations if figures else ()
+    for each in recent:
         match operations.parsed(each.selection):
             case {"topics": dict(topics)} if topic in topics:
                 return each

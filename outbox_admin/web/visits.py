@@ -37,7 +37,6 @@ from markupsafe import Markup, escape
 from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from outbox import rows
 from outbox.base.values import counted, listed, spoken
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import SettingType
@@ -47,10 +46,6 @@ from outbox.table.states import LEFT_TO_SEND
 from outbox_admin import operations
 from outbox_admin.flags import command_line
 from outbox_admin.operations import Author, Operation
-from outbox_admin.status import charts, last_hour, live_workers, problems
-from outbox_admin.status.last_hour import History
-from outbox_admin.status.live_workers import runs
-from outbox_admin.tasks.lookup import OF_PART, Task
 from outbox_admin.value_types import TEXT
 from outbox_admin.web.roles import Refused, Role
 
@@ -58,30 +53,20 @@ from outbox_admin.web.roles import Refused, Role
 FRESH_SECONDS = 5.0
 #: How long a page waits for a read that it has begun, and the age from which on figures are late.
 PATIENCE_SECONDS, LATE_SECONDS = 1.0, 2 * FRESH_SECONDS
-#: Max heads of blocked keys, operations, and workers, and max characters of the selection of each operation.
-HEADS = OPERATIONS = WORKERS = 100
-SELECTION = 10_000
 _log = logging.getLogger("outbox")
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Status(problems.Status):
-    """What `outbox status`, `workers` and `operations` print, read together."""
-
-    history: History
-    operations: Sequence[Operation]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """The last status, how many seconds ago its read began, and the error of a later one, if it failed.
+    """The last figures, how many seconds ago their read began, and the error of a later read, if it failed.
 
-    `written` is the time of the last action of this console, unless the status includes it.
+    `written` is the time of the last action of this console, unless the figures include it.
     """
 
-    value: Status | None
+    #: A `Figures` of status/status_pages.py, which is above this module.
+    value: Any
     age: float
     error: str | None = None
     written: datetime | None = None
@@ -93,16 +78,16 @@ class Reading:
 
 
 class Shared:
-    """A status that is read again when it is asked for and old. Used by all threads. `read` gets the last one.
+    """Figures that are read again when they are asked for and old. Used by all threads. `read` gets the last ones.
 
     It is read on a thread of its own, because a read may take as long as Spanner is slow, and no page waits for that.
     """
 
-    def __init__(self, read: Callable[[Status | None], Status], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[Any], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._ended.set()
-        self._value: Status | None = None
+        self._value: object = None
         self._error: str | None = None
         self._began_at = self._tried_at = float("-inf")
         self._is_due = True
@@ -141,17 +126,6 @@ class Shared:
             self._ended.set()
 
 
-def read_status(table: TaskTable, last: Status | None) -> Status:
-    """Read what the pages show without a selection. Raises NotReached, OutboxError."""
-    backlog = rows.backlog.read(table)
-    found = problems.read(table, backlog, HEADS)
-    return Status(
-        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
-        history=last_hour.read(table, backlog, last.history if last else None),
-        operations=operations.latest(table, OPERATIONS, views=False, at=backlog.as_of, characters=SELECTION),
-    )
-
-
 def checked(kind: SettingType, text: str, field: str) -> Any:
     """Return the value of a field of a form. Raises Refused."""
     try:
@@ -173,7 +147,7 @@ class Offered(Protocol):
     def states(self) -> tuple[str, ...]:
         """Return the states of the tasks that it is for."""
 
-    def suits(self, task: Task) -> bool:
+    def suits(self, task: Any) -> bool:
         """Tell whether the action is for this task."""
 
 
@@ -306,7 +280,8 @@ _STATIC = {file.name: file.read_bytes() for file in (resources.files("outbox_adm
 FILES = {name: f"/static/{hashlib.sha256(content).hexdigest()[:16]}/{name}" for name, content in _STATIC.items()}
 CONTENTS = {FILES[name]: content for name, content in _STATIC.items()}
 
-_ENVIRONMENT = Environment(
+#: Each subject adds what its templates call.
+ENVIRONMENT = Environment(
     loader=PackageLoader("outbox_admin", "."),  # templates are beside their pages
     autoescape=True,
     undefined=StrictUndefined,
@@ -314,29 +289,19 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters.update(
+ENVIRONMENT.filters.update(
     spoken=spoken,
     time=lambda time: f"{time.year:04}-{time:%m-%d %H:%M:%S} UTC",
     clock=lambda time: f"{time:%H:%M:%S} UTC",
     hour=lambda time: f"{time:%H:%M}",
     iso=lambda time: f"{time.year:04}-{time:%m-%dT%H:%M:%SZ}",
     described=described,
-    runs=runs,
     # The value of a form field, which the browser sends back: with its control characters.
     exact=escape,
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
-_ENVIRONMENT.globals |= {
-    "counting": rows.backlog,
-    "differing": live_workers.differing,
-    "usual": live_workers.usual,
-    "hold": problems.hold,
-    "OF_PART": OF_PART,
-    "open_circuits": live_workers.open_circuits,
-}
-_ENVIRONMENT.globals |= {"Role": Role, "counted": counted, "charts": charts, "FILES": FILES}
-_ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS, "WORKERS": WORKERS}
-_ENVIRONMENT.globals |= {"FRESH_SECONDS": FRESH_SECONDS, "LATE_SECONDS": LATE_SECONDS}
+ENVIRONMENT.globals |= {"Role": Role, "counted": counted, "FILES": FILES, "LEFT_TO_SEND": LEFT_TO_SEND}
+ENVIRONMENT.globals |= {"FRESH_SECONDS": FRESH_SECONDS, "LATE_SECONDS": LATE_SECONDS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:
@@ -347,4 +312,4 @@ def render(visit: Visit, template: str, **values: Any) -> Response:
 
 def answer(template: str, code: int = 200, **values: Any) -> Response:
     """Return a template with these values alone."""
-    return HTMLResponse(_ENVIRONMENT.get_template(f"{template}.html").render(values), code)
+    return HTMLResponse(ENVIRONMENT.get_template(f"{template}.html").render(values), code)

@@ -32,9 +32,10 @@ from outbox_admin.status.charts import Chart, Frame, by_topic, of_topic, spark, 
 from outbox_admin.status.last_hour import JOINED, WHOLE, History, Seen, Values
 from outbox_admin.status.live_workers import shards_without_worker
 from outbox_admin.status.problems import SHOWN, Action, Problem, find
+from outbox_admin.status.status_pages import Figures
 from outbox_admin.tasks.lookup import BlockedHead
 from outbox_admin.web import visits
-from outbox_admin.web.visits import _ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Status, Visit
+from outbox_admin.web.visits import ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Visit
 from tests.support.console import bare_console
 from tests.support.waiting import eventually
 
@@ -131,12 +132,12 @@ def test_a_read_that_fails_unexpectedly_is_said_and_tried_again() -> None:
     assert shared.get() == Reading("value", 0)
 
 
-def status(**values: Any) -> Status:
+def status(**values: Any) -> Figures:
     usual: dict[str, Any] = {
         "backlog": Backlog(NOON, (), ()), "history": History(NOON, {}, {}), "controls": {}, "orphans": [],
         "errors": (), "operations": (), "blocked": (), "reshard": None, "problems": (),
     }  # fmt: skip
-    return Status(**usual | values)
+    return Figures(**usual | values)
 
 
 def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
@@ -151,7 +152,7 @@ def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
 
 def health(reading: Reading) -> tuple[str, str]:
     """Return the class and the text of the sentence at the top of each page."""
-    macro: Any = _ENVIRONMENT.get_template("status/health.html").module
+    macro: Any = ENVIRONMENT.get_template("status/health.html").module
     [found] = re.findall(r'class="health (\w+)" data-mark="[^"]*" data-state="[^"]*">([^<]*)<', macro.health(reading))
     level, sentence = found
     return level, sentence
@@ -455,7 +456,7 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     workers = [worker(f"publishworker-{n:040}", all=ring, topics=topics_of[n]) for n in range(40)]
     lines = [Line(f"topic-{n:03}", pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
     backlog = Backlog(NOW, workers, lines)
-    status = Status(
+    status = Figures(
         backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),
         operations=[operation(n) for n in range(30)], reshard=None,
         problems=[Problem("late", each.topic, True, f"{each.topic} is late", OVERVIEW) for each in lines[:SHOWN]],

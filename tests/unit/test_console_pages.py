@@ -24,7 +24,7 @@ from outbox_admin.operations import INTERRUPTED_AFTER, Operation
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import address_of, command_of, selection_of
 from outbox_admin.web.roles import Refused
-from outbox_admin.web.visits import _ENVIRONMENT, CONTENTS, FILES, Visit, described
+from outbox_admin.web.visits import CONTENTS, ENVIRONMENT, FILES, Visit, described
 from publishworker.pubsub.failures import REASONS, FailureKind
 from tests.support.console import bare_console
 
@@ -163,7 +163,7 @@ def test_the_state_of_an_operation_follows_from_its_times() -> None:
 
 STATIC = resources.files("outbox_admin.web") / "static"
 TEMPLATES = [*Path(str(resources.files("outbox_admin"))).rglob("*.html")]
-PARTS: Any = _ENVIRONMENT.get_template("web/parts.html").module
+PARTS: Any = ENVIRONMENT.get_template("web/parts.html").module
 RUNBOOK = Path(__file__).parents[2] / "docs/operations/runbook.md"
 #: Of dist/idiomorph.min.js in the npm package idiomorph 0.8.0 (0BSD). A new version is a new hash here.
 IDIOMORPH = "TL1TXK92Y6Ue2pvOZZU3HDhPxDDVS41BTimmEWfxn5Y="
