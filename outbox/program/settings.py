@@ -430,7 +430,13 @@ class Parser(argparse.ArgumentParser):
             before = [each for each in self._words[: self._words.index(value)] if each.startswith("-")]
             if unknown := [flag for flag in before if flag.partition("=")[0] not in self._option_string_actions]:
                 raise SettingError(self._unknown(unknown))
-            near = did_you_mean(value, action.choices)
+            inner = {
+                f"{name} {value}"
+                for name, parser in action.choices.items()
+                for each in parser._actions  # noqa: SLF001 - argparse has no public list
+                if isinstance(each.choices, dict) and value in each.choices
+            }
+            near = f" Did you mean {inner.pop()!r}?" if inner else did_you_mean(value, action.choices)
             noun = str(action.metavar).lower()
             raise SettingError(f"unknown {noun} {value!r}.{near} `{self.prog} --help` lists the {noun}s")
         super()._check_value(action, value)
