@@ -137,8 +137,9 @@ def find(
     changed_by: Mapping[str, Operation],
     blocked: Sequence[BlockedHead],
 ) -> list[Problem]:
-    """Return the problems, those that are bad first, each with the problems that it explains.
+    """Return the problems, each with the problems that it explains: those that are bad first.
 
+    Among these, the first of each kind comes first, so that forty open circuits do not hide a dead head.
     `orphans` are shards without a worker, `blocked` heads that block tasks.
     """
     found = [
@@ -156,7 +157,9 @@ def find(
             more = [f"{counted(len(lines) - EFFECTS, 'more topic')} late"] if len(lines) > EFFECTS else []
             found[place] = dataclasses.replace(found[place], is_bad=True, effects=[*effects, *more])
     found += [_of_late(backlog, line, controls, changed_by) for line in late[-1]]
-    return sorted(_cut(found), key=lambda each: not each.is_bad)
+    cut = [*_cut(found)]
+    firsts = {(each.kind, each.is_bad): each for each in reversed(cut)}
+    return sorted(cut, key=lambda each: (not each.is_bad, each is not firsts[each.kind, each.is_bad]))
 
 
 def _cut(found: Sequence[Problem]) -> Iterator[Problem]:

@@ -215,6 +215,10 @@ LATENESS = "orders is late: its oldest task has waited 14m"
             f"{LATENESS}, and it has a limit of 5 tasks a second, 10 at once": []}),
         ({"lines": [MANY]}, "warn", {"at least 2 dead tasks of orders": []}),
         ({"lines": [PAUSED]}, "warn", {"orders is paused: 150 pending tasks": []}),
+        # The first of each kind before the second of any.
+        ({"lines": [PAUSED, PAUSED_TOO, dataclasses.replace(DEAD, topic="a")]}, "warn", {
+            "orders is paused: 150 pending tasks": [], "2 dead tasks of a": [],
+            "mails is paused: 150 pending tasks": []}),
         ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", {
             "orders: 90 blocked tasks behind a": []}),
         ({"lines": [dataclasses.replace(OLD, blocked=90, dead=1)], "blocked": [BlockedHead("a", 90, HEAD)]}, "bad", {
