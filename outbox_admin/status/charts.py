@@ -119,13 +119,15 @@ class Chart:
         draw, (_, top) = {"line": _line, "area": _area, "bars": _bars}[self.kind], self._scale
         return [(number, draw(values, top)) for number, values in reversed([*enumerate(self._ends)])]
 
+    def minutes(self) -> list[tuple[datetime, list[str]]]:
+        """Return each minute with the text of the value of each series."""
+        first = self.frame.history.first + MINUTES - self.frame.minutes
+        rows = enumerate(zip(*self.shown.values(), strict=True), first)
+        return [(datetime.fromtimestamp(60 * at, UTC), [*map(self.text, row)]) for at, row in rows]
+
     def rows(self) -> list[tuple[datetime, list[str]]]:
-        """Return the values of each minute of a short range, and of each fifth one of an hour."""
-        step = self.frame.minutes // 15 or 1
-        times = (self.frame.history.first + MINUTES - self.frame.minutes + at for at in range(self.frame.minutes))
-        columns = zip(*self.shown.values(), strict=True)
-        rows = zip(times, columns, strict=True)
-        return [(datetime.fromtimestamp(60 * at, UTC), [*map(self.text, row)]) for at, row in rows][::-step]
+        """Return the values of each minute of a short range, and of each fourth one of an hour, the last one first."""
+        return self.minutes()[:: -(self.frame.minutes // 15)]
 
     @property
     def _ends(self) -> list[Values]:

@@ -298,6 +298,29 @@ def test_local_times_have_a_zone_and_forms_say_theirs(
 
 
 @pytest.mark.extended
+def test_a_chart_says_the_values_below_the_pointer_or_the_cursor(database: Database, browser: Browser) -> None:
+    """Also after the page was read again."""
+    fill(database)
+    with gated_console(opened(database)) as gate, tab(browser, gate.address) as page:
+        page.goto("/")
+        plot, output = page.locator("svg.plot").first, page.locator("figure output").first
+        plot.hover()
+        expect(output).to_contain_text(re.compile("^[0-9]{2}:[0-9]{2} UTC: registered [0-9,\u2013]+ · published"))
+        page.mouse.move(1, 1)
+        expect(output).to_be_empty()
+        plot.focus()
+        page.keyboard.press("ArrowLeft")
+        last = str(output.text_content())
+        page.keyboard.press("ArrowLeft")
+        expect(output).not_to_have_text(last)
+        before = str(output.text_content())
+        page.evaluate("refresh()")
+        expect(output).to_have_text(before)
+        page.keyboard.press("ArrowRight")
+        expect(output).to_have_text(last)
+
+
+@pytest.mark.extended
 def test_a_problem_is_in_the_title_and_read_out_once(database: Database, browser: Browser) -> None:
     """Not with each refresh, although the sentence has an age. A page that is still keeps its own title."""
     with gated_console(opened(database)) as gate, tab(browser, gate.address, failures=True) as page:

@@ -47,8 +47,12 @@ function update(page) {
   const state = HEALTH.dataset.state;
   const ids = isStill || isHeld ? ["health", "person"] : ["health", "person", "live"];
   if (!ids.every((id) => page.getElementById(id))) throw new Error("The console's answer is incomplete.");
-  // What a person opens stays open.
-  const callbacks = { beforeAttributeUpdated: (name, element) => name !== "open" || element.tagName !== "DETAILS" };
+  // What a person opens stays open, and a plot keeps the focus.
+  const kept = { DETAILS: "open", svg: "tabindex" };
+  const callbacks = {
+    beforeAttributeUpdated: (name, element) => kept[element.tagName] !== name,
+    beforeNodeMorphed: (element) => element.tagName !== "OUTPUT",
+  };
   for (const id of ids) {
     const [old, found] = [document.getElementById(id), page.getElementById(id)];
     nameParts(old);
@@ -58,6 +62,7 @@ function update(page) {
   document.title = HEALTH.dataset.mark + TITLE;
   if (HEALTH.dataset.state !== state) document.getElementById("changed").textContent = HEALTH.textContent;
   showTimes();
+  showMinute();
   if (isStill || isHeld) return;
   const actions = (root) => [...root.querySelectorAll("main form[method=post]")].map((form) => form.getAttribute("action"));
   const offered = new Set(actions(page));
@@ -100,8 +105,52 @@ BUTTON.addEventListener("click", () => {
     // as above
   }
   showTimes();
+  showMinute();
 });
 showTimes();
+
+// The values of one minute of a chart: below the pointer, or chosen with the arrow keys while the plot has the focus.
+let chosen = { title: null, at: 0 };
+const titleOf = (plot) => plot.closest("figure").querySelector("strong").textContent;
+function showMinute() {
+  for (const plot of document.querySelectorAll("svg.plot")) {
+    plot.setAttribute("tabindex", "0");
+    const [figure, line] = [plot.closest("figure"), plot.querySelector(".cursor")];
+    const minutes = plot.dataset.minutes.split("|");
+    let text = "";
+    if (chosen.title === titleOf(plot)) {
+      chosen.at = Math.max(0, Math.min(chosen.at, minutes.length - 1));
+      const time = new Date(Date.parse(plot.dataset.first) + 60_000 * chosen.at);
+      const names = [...figure.querySelectorAll(".legend > span")].map((each) => each.childNodes[1].data.trim());
+      const values = minutes[chosen.at].split(";").map((value, number) => `${names[number]} ${value}`);
+      text = `${isLocal ? time.toLocaleTimeString("sv").slice(0, 5) : `${time.toISOString().slice(11, 16)} UTC`}: ${values.join(" · ")}`;
+      for (const end of ["x1", "x2"]) line.setAttribute(end, `${(100 * (chosen.at + 0.5)) / minutes.length}%`);
+    }
+    line.setAttribute("visibility", text ? "visible" : "hidden");
+    const output = figure.querySelector("output");
+    if (output.textContent !== text) output.textContent = text; // a screen reader reads it again after each write
+  }
+}
+document.addEventListener("pointermove", ({ target, clientX }) => {
+  const plot = target.closest("svg.plot");
+  if (!plot && (chosen.title === null || document.activeElement.closest("svg.plot"))) return;
+  if (!plot) {
+    chosen.title = null;
+    showMinute();
+    return;
+  }
+  const { left, width } = plot.getBoundingClientRect(), number = plot.dataset.minutes.split("|").length;
+  chosen = { title: titleOf(plot), at: Math.floor((number * (clientX - left)) / width) };
+  showMinute();
+});
+document.addEventListener("keydown", (event) => {
+  const plot = event.target.closest("svg.plot"), step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!plot || !step) return;
+  event.preventDefault();
+  chosen = { title: titleOf(plot), at: chosen.title === titleOf(plot) ? chosen.at + step : Infinity };
+  showMinute();
+});
+showMinute();
 
 function warn(text) {
   // The sentence about the last figures may say that all is well.
