@@ -113,7 +113,7 @@ def change(
 ) -> Difference:
     """Write `values`, by field, to the rows of all `topics` in one transaction, and return the difference.
 
-    The `operation` is pause, resume, probe or controls. Missing rows are created, but a value of None or False needs
+    Missing rows are created, but a value of None or False needs
     a row. Other fields keep their values. Without `values`, the rows are deleted. The transaction also records the
     operation. With `dry_run` it checks the same and writes nothing.
     """
@@ -128,9 +128,12 @@ def change(
     return _write(table, operation, after, author, dry_run=dry_run)
 
 
-def probe(table: TaskTable, topics: Sequence[str], author: Author = UNNAMED) -> None:
-    """Ask all workers to probe these topics once as soon as they read it, if their circuits are open."""
-    change(table, "probe", topics, {"probe_requested_at": table.now()}, author)
+def switch(
+    table: TaskTable, operation: str, topics: Sequence[str], author: Author = UNNAMED, *, dry_run: bool = False
+) -> Difference:
+    """Pause or resume topics, or ask for a `probe`: one publish of each worker whose circuit of the topic is open."""
+    values = {"probe_requested_at": table.now()} if operation == "probe" else {"paused": operation == "pause"}
+    return change(table, operation, topics, values, author, dry_run=dry_run)
 
 
 def apply(

@@ -198,7 +198,12 @@ def test_a_change_writes_the_row_and_its_record_or_nothing(  # noqa: PLR0917 - p
 def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: Command, tmp_path: Path) -> None:
     """The page offers it while a circuit is open. A file does not have it, and leaves it."""
     have(database, "orders")
-    assert command("topics probe orders").code == 0
+    assert command("topics probe orders --dry-run").stdout == "orders: no row -> probe requested\n"
+    assert rows(database) == {}
+    assert json.loads(command("topics probe orders --json").stdout) == {
+        "dry_run": False,
+        "topics": {"orders": {"paused": [None, False]}},
+    }
     first = rows(database)["orders"].probe_requested_at
     caller = console(database)
     assert "Probe now" not in caller.get("/topic?name=orders").text
