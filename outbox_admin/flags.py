@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import (
     SWITCH,
     DatabaseSettings,
+    Formatter,
     SettingType,
     argparse_type,
     did_you_mean,
@@ -29,8 +29,8 @@ MAX_FILE_BYTES = 250_000_000
 MAX_SUGGESTION_TOPICS = 100
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fits paragraphs into the width. Only `outbox --help` describes the global options, and no usage line has them."""
+class HelpFormatter(Formatter):
+    """Only `outbox --help` describes the global options, and no usage line has them."""
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
         """Add the usage line."""
@@ -40,14 +40,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         """Add the options of a group."""
         is_of_command = " " in self._prog
         super().add_arguments(_own(actions) if is_of_command else actions)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Return a description. An example is indented, and keeps its lines."""
-        paragraphs = (
-            each if each.startswith(" ") else textwrap.fill(each, width, break_on_hyphens=False)
-            for each in text.split("\n\n")
-        )
-        return super()._fill_text("\n\n".join(paragraphs), width, indent)
 
 
 def _own(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
