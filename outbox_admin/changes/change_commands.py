@@ -13,9 +13,9 @@ from outbox.program import logs
 from outbox.program.settings import MOMENT, one_of, resolved
 from outbox.program.terminal import CONFIRM_ABOVE, SHOWN, as_json, confirm, note, say, shortened
 from outbox.program.terminal import table as tabulated
-from outbox.table.states import CHANGED
 from outbox_admin import flags, value_types
-from outbox_admin.changes.operation_commands import DONE, execute, explain
+from outbox_admin.change_kinds import KINDS
+from outbox_admin.changes.operation_commands import execute, explain
 from outbox_admin.tasks import task_flags
 from outbox_admin.tasks.selections import TaskSelection
 
@@ -88,10 +88,6 @@ ASKS = {
     "retry": f"asks for more than {CONFIRM_ABOVE:,} tasks, or if you pass --state without --topic",
     "cancel": "always asks",
 }
-#: What would become of tasks.
-EFFECTS = {"retry": "become due now", "purge": "be deleted", "cancel": "be cancelled", "restore": "be restored"}
-#: The changes after which a task does not match any more. What a resend or a restore refuses matches still.
-ENDS_MATCH = ("retry", "purge", "cancel")
 
 
 def add(commands: Any) -> None:
@@ -105,7 +101,7 @@ def add(commands: Any) -> None:
             flags.add(parser, "--rate", value_types.RATE, "Max tasks per second: {}", metavar="N")
             flags.switch(parser, "--force", "Also publish to the topic of the tasks")
         else:
-            task_flags.add_state(parser, CHANGED[name], "Only tasks in this state")
+            task_flags.add_state(parser, KINDS[name].states, "Only tasks in this state")
         task_flags.add_filters(parser, name)
         if name == "retry":
             flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
@@ -137,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     name, id, author = options.command, admin.operations.new_id(), flags.author(options)
     outcomes = admin.changes.execution.change(table, name, selection, author, id=id, selected=count.number)
     code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
-    if selection.ids is None and options.command in ENDS_MATCH:
+    if selection.ids is None and KINDS[options.command].ends_match:
         came = admin.tasks.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
         if came.number:
             note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
@@ -148,7 +144,7 @@ def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     """Return the given task IDs, or None if flags select the tasks. Raises SettingError, OutboxError."""
     ids, name = task_flags.ids(options), options.command
     if ids is None and name != "resend" and options.state is None:
-        states = one_of(*CHANGED[name]).allowed
+        states = one_of(*KINDS[name].states).allowed
         raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {states}")
     if ids is None and name == "cancel" and options.reason is None and not options.dry_run:
         raise SettingError("--reason is missing. It is required with --state")
@@ -197,7 +193,7 @@ def _preview(
     elif options.dry_run:
         say(f"{counted(found.tasks, 'task')} would {_effect(options, selection)}", *_groups(found))
     else:
-        say(f"{DONE[options.command]}: 0 tasks")
+        say(f"{KINDS[options.command].done}: 0 tasks")
     if found.tasks and at and not options.json:
         note(f"to change only tasks that are counted here, pass --as-of={shown(at)}")
     if found.overtaken:
@@ -219,7 +215,7 @@ def _groups(found: "admin.changes.chunks.Preview") -> Iterator[str]:
 
 
 def _effect(options: argparse.Namespace, selection: TaskSelection) -> str:
-    return f"be published to {selection.to}" if selection.to else EFFECTS[options.command]
+    return f"be published to {selection.to}" if selection.to else KINDS[options.command].effect
 
 
 def _confirm(

@@ -32,22 +32,21 @@ from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER, NEVER, TABLE
-from outbox_admin import operation_sql, operations
+from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER, NEVER, TABLE
+from outbox_admin import operations
+from outbox_admin.change_kinds import KINDS, MADE_UNSENT, NEWCOMER
 from outbox_admin.changes import change_sql, resending
 from outbox_admin.changes.chunks import Chunk, chunks, in_order_of_keys, next_chunk
 from outbox_admin.changes.resending import Message
-from outbox_admin.operations import IN_CHUNKS, NEWCOMER, OPERATIONS_TAG, UNNAMED, Author, Operation, Progress, found
+from outbox_admin.operations import UNNAMED, Author, Operation, Progress, found
 from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selected import Row, condition_of, previewed
-from outbox_admin.tasks.selections import ANY_UNSENT, TaskSelection
+from outbox_admin.tasks.selections import TaskSelection
 
 #: Max bytes of the messages that a resend publishes in one chunk.
 CHUNK_BYTES = 8_000_000
 #: Max tasks of one resend, because each page sorts those of a shard. The replay job has no limit.
 MAX_RESENT = 1_000_000
-#: The state that a selection by `ids` has for each change, if it names none.
-OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent", "restore": CANCELLED}
 #: Why a sent task of the given IDs is not published.
 EXCLUDED = "excluded by the flags, or sent again since"
 _log = logging.getLogger("outbox")
@@ -147,7 +146,7 @@ def bounded(name: str, selection: TaskSelection, at: datetime) -> TaskSelection:
 
     A task that a retry sends again gets a later SentAt, so neither the retry nor its continuation takes it twice.
     """
-    state = selection.state or OF_IDS[name]
+    state = selection.state or KINDS[name].of_ids
     # An at-most-once task is marked as sent shortly before it is published.
     newest = at - MARKS_FINAL_AFTER if name == "purge" and state != CANCELLED else at
     until = min(selection.until or newest, newest)
@@ -162,9 +161,9 @@ def check(name: str, selection: TaskSelection) -> None:
 
     A retry of sent tasks needs `until`. Otherwise it would also select the tasks that are sent because of it.
     """
-    states = CHANGED[name]
-    if selection.state not in states and (selection.ids is None or selection.state != OF_IDS[name]):
-        raise OutboxError(f"{name} is for tasks that are {', '.join(states)}, not for {selection.state or 'any'}")
+    kind = KINDS[name]
+    if selection.state not in kind.states and (selection.ids is None or selection.state != kind.of_ids):
+        raise OutboxError(f"{name} is for tasks that are {', '.join(kind.states)}, not for {selection.state or 'any'}")
     if name == "retry" and selection.state == "sent" and selection.until is None:
         raise OutboxError("a retry of sent tasks needs `until`")
     if name == "resend" and selection.ids is None and selection.topic is None:
@@ -325,7 +324,7 @@ def _examined(name: str, row: Row, seen: Collection[str]) -> Row:
 
     A cancelled task that another program has made unsent can be restored, or cancelled again. No worker would send it.
     """
-    if name in ("retry", "purge") and row.state == task_sql.MADE_UNSENT:
+    if name in ("retry", "purge") and row.state == MADE_UNSENT:
         return row._replace(matches=False)
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
@@ -375,13 +374,12 @@ def _publisher(table: TaskTable, selection: TaskSelection) -> Callable[[Sequence
 def begun(table: TaskTable, id: str) -> tuple[Operation, TaskSelection, Progress]:
     """Return an operation that is executed in chunks, its selection, and how far it is. Raises OutboxError."""
     row = found(table, id)
-    if row.operation not in IN_CHUNKS or row.seen_at is None:
-        raise OutboxError(f"operation {id} is not a {one_of(*IN_CHUNKS).allowed}, so it cannot be continued")
+    if row.operation not in KINDS or row.seen_at is None:
+        raise OutboxError(f"operation {id} is not a {one_of(*KINDS).allowed}, so it cannot be continued")
     try:
         selection = TaskSelection.recorded(row.selection)
     except OutboxError as error:
         raise OutboxError(f"operation {id} cannot be continued: {error}") from None
-    [[tasks, position]] = table.query(operation_sql.PROGRESS, OPERATIONS_TAG, {"id": id})
-    if tasks is None:
+    if row.tasks is None:
         raise OutboxError(f"the row of the operation is malformed: operation {id} has no Tasks. Start a new operation")
-    return row, selection, Progress(id, tasks, position)
+    return row, selection, Progress(id, row.tasks, row.position)

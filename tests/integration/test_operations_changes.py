@@ -18,9 +18,10 @@ from outbox.rows.backlog import Count
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, NEVER, UNSENT
 from outbox_admin import operations
+from outbox_admin.change_kinds import ANY_UNSENT, KINDS, MADE_UNSENT, NEWCOMER
 from outbox_admin.changes import change_sql, chunks, execution
 from outbox_admin.operations import Author
-from outbox_admin.tasks import lookup, selected, selections, task_sql
+from outbox_admin.tasks import lookup, selected, task_sql
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import address_of
 from outbox_admin.topics import editing
@@ -117,7 +118,7 @@ def function(
 ) -> tuple[int, int]:
     at = table.now()
     selection = dataclasses.replace(
-        selection, state=selection.state or execution.OF_IDS[name], as_of=at, until=selection.until or at
+        selection, state=selection.state or KINDS[name].of_ids, as_of=at, until=selection.until or at
     )
     preview = chunks.preview(table, selection, name)
     assert sum(number for *_, number in preview.groups) == preview.tasks
@@ -148,7 +149,7 @@ def page(_: Emulators, database: Database, table: TaskTable, name: str, selectio
     assert number
     operation = finished(table, begun(jane, address, typed=number[1]))
     assert (operation.principal, operation.selected) == ("jane@example.com", int(number[1]))
-    return int(number[1]), sum(map(int, re.findall(r"(\d+) (?:is|are) not changed: ", text)))
+    return int(number[1]), sum(map(int, re.findall(r"(\d+) tasks? would not be changed", text)))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
             outcomes += execution.resume(table, f"{of_ids}") if how == "continue" else ()
         assert changed(outcomes) == stay
         unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
-        came = dict.fromkeys(come if of_ids else (), execution.NEWCOMER)
+        came = dict.fromkeys(come if of_ids else (), NEWCOMER)
         assert unchanged == dict.fromkeys(leave, "pending") | came | dict.fromkeys(go, "missing")
         operation = operations.operation(table, f"{of_ids}") or operations.latest(table, 1)[0]
         assert operation.unchanged == Counter(unchanged.values())
@@ -325,7 +326,7 @@ def update_rows(database: Database, **columns: Any) -> None:
         update(database, id, **columns)
 
 
-def of_ids(*ids: str, state: str = selections.ANY_UNSENT) -> TaskSelection:
+def of_ids(*ids: str, state: str = ANY_UNSENT) -> TaskSelection:
     return TaskSelection(state=state, ids=ids)
 
 
@@ -459,7 +460,7 @@ def test_a_cancelled_task_that_sql_made_unsent_is_restored_or_cancelled_again(
     update_rows(database, SentAt=None)
     for name, state in (("retry", "dead"), ("purge", CANCELLED)):
         [outcome] = execution.change(table, name, of_ids("a", "b", state=state))
-        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {task_sql.MADE_UNSENT})
+        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {MADE_UNSENT})
     assert changed(execution.change(table, "cancel", of_ids("a"))) == ["a"]
     assert restore(table, ids=["a", "b"]) == ["a", "b"]
     assert {id for id, each in rows_of(database).items() if each["SentAt"] or each["CancelledBy"]} == set()

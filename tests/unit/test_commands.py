@@ -340,7 +340,7 @@ def test_tasks_that_were_not_changed_are_explained(capsys: pytest.CaptureFixture
     for unchanged, code, output in (
         ({}, 0, ""),
         ({"a": "pending"}, 0, "1 task not changed, because pending tasks need no retry: a"),
-        ({"b": "sent"}, 1, "1 task not changed, because of the flags or the state, which is sent: b"),
+        ({"b": "sent"}, 1, "1 task not changed, because of a filter or the state, which is sent: b"),
         ({"c\x1b": "missing"}, 1, "1 task not changed, not in the table: c\\x1b"),
         (twelve, 1, f"12 tasks not changed, not in the table: {first_ten}, ..."),
     ):

@@ -17,8 +17,9 @@ from starlette.datastructures import QueryParams
 
 import outbox_admin as admin
 from outbox.base.values import shown
-from outbox.table.states import CANCELLED, CHANGED, STATES
+from outbox.table.states import CANCELLED, STATES
 from outbox_admin import cli
+from outbox_admin.change_kinds import KINDS
 from outbox_admin.changes.running import Running
 from outbox_admin.operations import INTERRUPTED_AFTER, Operation
 from outbox_admin.tasks.selections import TaskSelection
@@ -119,7 +120,9 @@ ONE_FILTER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", ONE_FILTER)
-@pytest.mark.parametrize(("name", "states"), [*CHANGED.items(), ("list", (*STATES, CANCELLED))])
+@pytest.mark.parametrize(
+    ("name", "states"), [("list", (*STATES, CANCELLED)), *((name, kind.states) for name, kind in KINDS.items())]
+)
 def test_a_filter_that_a_command_does_not_have_leads_to_no_command(
     name: str, states: tuple[str, ...], field: str
 ) -> None:
