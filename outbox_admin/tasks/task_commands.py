@@ -32,6 +32,7 @@ from outbox.program.terminal import (
 from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
 from outbox_admin import flags, value_types
 from outbox_admin.tasks import task_flags
+from outbox_admin.tasks.message_text import readable
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
 
 LIST_DESCRIPTION = """\
@@ -221,14 +222,12 @@ def _lines(task: "admin.tasks.lookup.Task", message: Any | None, data: bytes) ->
 
 
 def _data_lines(data: bytes) -> Iterator[str]:
-    kind, lines = admin.tasks.lookup.readable(
-        data[: admin.tasks.lookup.SHOWN_BYTES], whole=len(data) <= admin.tasks.lookup.SHOWN_BYTES
-    )
+    kind, lines, more = readable(data)
     yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
-    if len(data) > admin.tasks.lookup.SHOWN_BYTES:
-        yield f"  ... {counted(len(data) - admin.tasks.lookup.SHOWN_BYTES, 'more byte')}: --raw writes all"
+    if more:
+        yield f"  ... {counted(more, 'more byte')}: --raw writes all"
 
 
 def run_tail(options: argparse.Namespace) -> None:
