@@ -19,6 +19,7 @@ from outbox.program.settings import (
     argparse_type,
     did_you_mean,
     fields_of,
+    flag_of,
 )
 from outbox.program.terminal import named
 from outbox_admin.value_types import TEXT
@@ -63,7 +64,7 @@ def command(
     commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int | None] | None = None
 ) -> argparse.ArgumentParser:
     """Add a command. `run` gets its options and may return an exit code. Without `run`, the command prints its help."""
-    names = listed(f"--{field.name.replace('_', '-')}" for field in fields_of(DatabaseSettings))
+    names = listed(field.flag for field in fields_of(DatabaseSettings))
     parents = [global_flags(f"{names}, before or after the command. `outbox --help` describes them.")]
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=HelpFormatter, parents=parents
@@ -126,17 +127,17 @@ def unknown_topics(table: "admin.rows.task_table.TaskTable", unknown: Sequence[s
     )
 
 
-def command_line(name: str, *arguments: object, **given: object) -> str:
+def command_line(command: str, *arguments: object, **given: object) -> str:
     """Return an `outbox` command, quoted for a shell. Flags whose `given` values are None or False are left out.
 
     A flag that is True has no value. Values join their flag, so that one that begins with a dash is no flag.
     """
     words = [
-        f"--{flag.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for flag, value in given.items()
+        flag_of(name) + ("" if value is True else f"={value}")
+        for name, value in given.items()
         if value not in (None, False)
     ]
-    return shlex.join(["outbox", *name.split(), *words, *(["--", *map(str, arguments)] if arguments else [])])
+    return shlex.join(["outbox", *command.split(), *words, *(["--", *map(str, arguments)] if arguments else [])])
 
 
 def place(options: argparse.Namespace) -> dict[str, str | bool]:

@@ -212,8 +212,7 @@ def begin(
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
     id = columns.setdefault("OperationId", new_id())
     table.transact(OPERATIONS_TAG, lambda writer: record(writer, table, name, selection, author, **columns))
-    [row] = table.query(operation_sql.OPERATION, OPERATIONS_TAG, {"id": id, "characters": MAX_JSON})
-    return Operation(*row)
+    return found(table, id)
 
 
 def end(table: TaskTable, id: str, **columns: Any) -> None:

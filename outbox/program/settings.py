@@ -363,7 +363,7 @@ class Field:
     @property
     def flag(self) -> str:
         """Return `--batch-size` for `batch_size`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
@@ -383,6 +383,11 @@ def fields_of(settings: type) -> Iterator[Field]:
     """Yield the settings of a settings class in their order."""
     for field in dataclasses.fields(settings):
         yield Field(field.name, **field.metadata)
+
+
+def flag_of(name: str) -> str:
+    """Return `--batch-size` for `batch_size`."""
+    return f"--{name.replace('_', '-')}"
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

@@ -93,7 +93,7 @@ ASKS = {
 def add(commands: Any) -> None:
     """Add the five commands to the subparsers `commands`."""
     for name, (title, description) in COMMANDS.items():
-        parser = flags.command(commands, name, title, description, run)
+        parser = flags.command(commands, name, title, description, run_change)
         task_flags.add_ids(parser)
         if name == "resend":
             text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
@@ -115,7 +115,7 @@ def add(commands: Any) -> None:
         flags.add_reason(parser, ", and for the log. Required with --state" if name == "cancel" else "")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_change(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if one is not changed. Raises SettingError, NotReached, OutboxError."""
     ids = _ids(options)
     table = flags.open_table(options)

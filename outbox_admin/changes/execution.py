@@ -18,8 +18,7 @@ import time
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import datetime
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
@@ -31,13 +30,13 @@ from outbox.program.terminal import escaped
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import OPERATIONS
-from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER, NEVER, TABLE
+from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER
 from outbox_admin import operations
 from outbox_admin.change_kinds import KINDS, MADE_UNSENT, NEWCOMER
 from outbox_admin.changes import change_sql, resending
 from outbox_admin.changes.chunks import Chunk, chunks, in_order_of_keys, next_chunk
-from outbox_admin.changes.resending import Message
+from outbox_admin.changes.resending import message
+from outbox_admin.changes.writes import WRITES
 from outbox_admin.operations import UNNAMED, Author, Operation, Progress, found
 from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selected import Row, condition_of, previewed
@@ -50,8 +49,6 @@ MAX_RESENT = 1_000_000
 #: Why a sent task of the given IDs is not published.
 EXCLUDED = "excluded by the flags, or sent again since"
 _log = logging.getLogger("outbox")
-#: The columns that a retry writes. `retry_values` returns the values.
-RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,16 +63,6 @@ class Outcome:
     unchanged: Mapping[str, str] = dataclasses.field(default_factory=dict)
     heads: frozenset[str] = frozenset()
     left: int = 0
-
-
-def retry_values(
-    id: str, now: datetime, expires_at: datetime | None = None, due_at: datetime | None = None
-) -> tuple[object, ...]:
-    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts.
-
-    Its age begins at `due_at`, or now.
-    """
-    return (id, None, None, expires_at, 0, now, due_at)
 
 
 def change(
@@ -199,57 +186,6 @@ def _destinations(table: TaskTable, selection: TaskSelection) -> set[str]:
     return {topic_name(topic, table.project) for topic in of_tasks | routes if topic}
 
 
-def _make_due(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    transaction.update(
-        TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
-    )
-
-
-def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    transaction.delete(TABLE, KeySet(keys=[[row.id] for row in rows]))
-
-
-def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
-    """Take tasks out, and release the next task of each key of which a task was not blocked.
-
-    Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
-    that a later chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks
-    that are taken out may have been the first one to end.
-    """
-    keys = {(row.topic, row.ordering_key) for row in rows if row.state != "blocked"}
-    with_key = [row for row in rows if row.ordering_key is not None]
-    if ids := [row.id for row in with_key if (row.topic, row.ordering_key) in keys]:
-        heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
-        transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for id, _ in heads])
-    if ids := [row.id for row in with_key if (row.topic, row.ordering_key) not in keys]:
-        _end_soon(transaction, transaction.query(NEXT_OF_KEYS, {"ids": ids}), rows[0].now)
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, COMMIT_TIMESTAMP, operation) for row in rows])
-
-
-def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    """Make cancelled tasks unsent, with all other columns as they were.
-
-    But a deferral ends soon, because the commit that ends it for the other tasks of the key may have been before.
-    """
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, None, None) for row in rows])
-    _end_soon(transaction, [(row.id, row.available_at) for row in rows if row.blocked_by], rows[0].now)
-
-
-def _end_soon(transaction: Transaction, deferred: Iterable[Sequence[Any]], now: datetime) -> None:
-    """Let the deferrals of these tasks end within KEY_CHECK_SECONDS. A worker then reads their keys.
-
-    `deferred` has the ID of each task and the end of its deferral. A dead task stays dead.
-    """
-    soon = now + timedelta(seconds=KEY_CHECK_SECONDS)
-    earlier = [(id, soon) for id, ends in deferred if ends is not None and soon < ends < NEVER]
-    transaction.update(TABLE, ("Id", "AvailableAt"), earlier)
-
-
-_WRITES: Mapping[str, Callable[[Transaction, Sequence[Row], str], None]] = {
-    "retry": _make_due, "purge": _delete, "cancel": _cancel, "restore": _restore,
-}  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Change:
     """A change of all selected tasks."""
@@ -289,7 +225,7 @@ class _Change:
         found = transaction.query(statement, self.selection.values | {"ids": ids})
         rows = [_examined(self.name, Row(*row), chunk.seen) for row in found]
         if matching := [row for row in rows if row.matches]:
-            _WRITES[self.name](transaction, matching, progress.id)
+            WRITES[self.name](transaction, matching, progress.id)
         return _recorded(progress, _outcome(chunk.ids, rows), chunk.position, transaction)
 
 
@@ -362,7 +298,7 @@ def _publisher(table: TaskTable, selection: TaskSelection) -> Callable[[Sequence
 
     def publish(ids: Sequence[str]) -> Outcome:
         rows = table.query(statement, "outbox-resend", selection.values | {"ids": ids}, seconds=SCAN_SECONDS)
-        found = {id: Message(id, key, b64decode(data), created_at) for id, key, data, created_at, *_ in rows}
+        found = {id: message(id, key, b64decode(data), created_at) for id, key, data, created_at, *_ in rows}
         left_out = {id: EXCLUDED if is_sent else "unsent" for id, *_, is_sent, matches in rows if not matches}
         left_out |= {id: "missing" for id in ids if id not in found}
         unchanged = left_out | {**send([found[id] for id in ids if id not in left_out])}

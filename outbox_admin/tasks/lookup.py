@@ -62,7 +62,7 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Page:
+class TaskList:
     """Tasks of a list as they were at `as_of`, and the cursor of the next page, or None if this is the last one.
 
     Unless `whole`, a shard and topic has more tasks of a state than one read compares. Then the list has those that
@@ -124,7 +124,7 @@ def find(
     newest: bool = False,
     after: str | None = None,
     limit: int = 100,
-) -> Page:
+) -> TaskList:
     """Return the oldest, or newest, tasks of some states: by SentAt, or by CreatedAt of unsent tasks.
 
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
@@ -139,7 +139,7 @@ def find(
     tasks += [task for state in ENDED if state in states for task in reader.ended(state)]
     tasks = sorted(tasks, key=_place, reverse=newest)
     page = tasks[:limit]
-    return Page(
+    return TaskList(
         tasks=sorted(page, key=lambda task: _publish_place(task.columns), reverse=newest),
         as_of=at,
         next=_cursor(_place(page[-1]), newest=newest) if len(tasks) > limit else None,

@@ -7,7 +7,7 @@ from datetime import datetime
 import outbox_admin as admin
 from outbox.base.values import json_value, shown
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import MOMENT, one_of, resolved
+from outbox.program.settings import MOMENT, flag_of, one_of, resolved
 from outbox.program.terminal import escaped, named, note
 from outbox_admin import flags
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
@@ -18,11 +18,6 @@ MIN_PREFIX = 4
 #: Max task IDs that are counted if they begin with the same prefix.
 MAX_MATCHES = 100
 PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no other ID begins with them"
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a filter."""
-    return f"--{name.replace('_', '-')}"
 
 
 def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str, **more: object) -> None:

@@ -58,7 +58,7 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Preview:
+class ControlsPreview:
     """What a change would do. `unsent` are the tasks of topics whose route changes, if that of one does."""
 
     difference: Difference
@@ -74,12 +74,12 @@ def preview(
     *,
     exact: bool,
     force: bool = False,
-) -> Preview:
+) -> ControlsPreview:
     """Check a `change`, and return what it would do. `force` does not ask Pub/Sub for the destination of a route."""
     unchecked = None if force or not values else check_destinations(table, [values.get("publish_to")])
     difference = change(table, "controls", topics, values, dry_run=True)
     routed = [topic for topic, rows in difference.items() if len({row and row.publish_to for row in rows}) == 2]
-    return Preview(difference, _unsent(table, routed, exact=exact) if routed else None, unchecked)
+    return ControlsPreview(difference, _unsent(table, routed, exact=exact) if routed else None, unchecked)
 
 
 def _unsent(table: TaskTable, topics: Sequence[str], *, exact: bool) -> Count:

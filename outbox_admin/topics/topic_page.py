@@ -129,7 +129,7 @@ def _changed(visit: Visit) -> Response:
     return visit.redirect("/topic", name=_topic(visit))
 
 
-def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], editing.Preview]:
+def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], editing.ControlsPreview]:
     """Return the topic, the values and their preview, after the checks of the command."""
     topic, values = _known(visit), _typed(given)
     try:

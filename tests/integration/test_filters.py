@@ -13,10 +13,10 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox.base.values import shown
+from outbox.program.settings import flag_of
 from outbox.rows.task_table import TaskTable
 from outbox_admin.change_kinds import KINDS
 from outbox_admin.tasks.selections import ENDED, FILTERS, TaskSelection
-from outbox_admin.tasks.task_flags import flag_of
 from outbox_admin.topics import editing
 from tests.support.commands import Commands
 from tests.support.console import begun, console, finished

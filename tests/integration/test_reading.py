@@ -160,7 +160,7 @@ def test_a_list_compares_a_bounded_number_of_tasks(
     assert lookup.find(table, limit=3).whole is False
     assert lookup.find(table, limit=5).whole is True
     few = TaskSelection(id_prefix="4")
-    assert lookup.find(table, selection=few, limit=2) == lookup.Page([], mock.ANY, None, whole=False)
+    assert lookup.find(table, selection=few, limit=2) == lookup.TaskList([], mock.ANY, None, whole=False)
     assert len(lookup.find(table, selection=few, limit=5).tasks) == 1
 
 
