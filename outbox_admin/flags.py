@@ -119,7 +119,7 @@ def read_text(file: str, source: str = "") -> str:
 
 def unknown_topics(table: "admin.rows.task_table.TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
-    known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.topics.editing.sent_lately(table)})
+    known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.editing.sent_lately(table)})
     return (
         f"unknown topic {named(map(repr, unknown))} (no row in AsynchronousTaskTopics, no unsent task, and none "
         "sent in the last minute)."

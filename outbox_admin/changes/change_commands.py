@@ -123,7 +123,7 @@ def run_change(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _preview(table, options, selection)
     # A resend has a max number of tasks.
-    count = admin.tasks.selected.count(table, selection, exact=options.command == "resend")
+    count = admin.selected.count(table, selection, exact=options.command == "resend")
     if not count.number and selection.ids is None:
         return _preview(table, options, selection)
     if count.number:
@@ -131,10 +131,10 @@ def run_change(options: argparse.Namespace) -> int:
     if options.command == "cancel":
         logs.configure()
     name, id, author = options.command, admin.operations.new_id(), flags.author(options)
-    outcomes = admin.changes.execution.change(table, name, selection, author, id=id, selected=count.number)
+    outcomes = admin.execution.change(table, name, selection, author, id=id, selected=count.number)
     code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
     if selection.ids is None and KINDS[options.command].ends_match:
-        came = admin.tasks.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+        came = admin.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
         if came.number:
             note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
     return code
@@ -158,7 +158,7 @@ def _selection(
 ) -> TaskSelection:
     """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
     name, of_cancel = options.command, None
-    if name == "restore" and ids and len(ids) == 1 and not admin.tasks.lookup.beginning_with(table, ids, 1):
+    if name == "restore" and ids and len(ids) == 1 and not admin.lookup.beginning_with(table, ids, 1):
         of_cancel = admin.operations.operation(table, task_flags.full_operation_id(table, options, ids[0]))
     if of_cancel and of_cancel.operation == "cancel":
         ids, options.ids = None, []
@@ -167,14 +167,14 @@ def _selection(
     at = now if options.as_of is None else resolved(options.as_of, now)
     if at > now:
         raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
-    selection = admin.changes.execution.bounded(name, task_flags.selection(options, at, ids), at)
+    selection = admin.execution.bounded(name, task_flags.selection(options, at, ids), at)
     task_flags.check_window(selection.since, selection.until)
     if of_cancel and ids is None:
         since = selection.since or of_cancel.started_at
         selection = dataclasses.replace(selection, cancelled_by=of_cancel.id, since=since)
     if name == "resend":
-        selection = admin.changes.execution.resend_to(table, selection, options.to, options.rate, own=options.force)
-        if unchecked := admin.topics.editing.check_destinations(table, [selection.to], otherwise=""):
+        selection = admin.execution.resend_to(table, selection, options.to, options.rate, own=options.force)
+        if unchecked := admin.editing.check_destinations(table, [selection.to], otherwise=""):
             note(unchecked)
     return selection
 
@@ -185,7 +185,7 @@ def _preview(
     selection: TaskSelection,
 ) -> int:
     """Print what a dry run finds, or why there is nothing to change. Return 1 if a task would be refused."""
-    found, at = admin.changes.chunks.preview(table, selection, options.command), selection.as_of
+    found, at = admin.chunks.preview(table, selection, options.command), selection.as_of
     if options.json:
         groups = [{"topic": topic, "error": error, "tasks": number} for topic, error, number in found.groups]
         counts = {"tasks": found.tasks, "groups": groups, "refused": found.refused, "overtaken": found.overtaken}
@@ -205,7 +205,7 @@ def _preview(
     return explain(options, options.command, found.refused)
 
 
-def _groups(found: "admin.changes.chunks.Preview") -> Iterator[str]:
+def _groups(found: "admin.chunks.Preview") -> Iterator[str]:
     """Yield a table of the largest groups, if there are any."""
     rows = [(number, topic, shortened(error)) for topic, error, number in found.groups[:SHOWN]]
     if rows:
@@ -227,6 +227,6 @@ def _confirm(
     """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""
     is_of_all = selection.ids is None and selection.topic is None and options.command in ASKS
     if is_of_all and not options.yes:
-        say(*_groups(admin.changes.chunks.preview(table, selection, options.command)), stream=sys.stderr)
+        say(*_groups(admin.chunks.preview(table, selection, options.command)), stream=sys.stderr)
     if is_of_all or options.command == "cancel" or count.number > CONFIRM_ABOVE:
         confirm(f"{count} will {_effect(options, selection)}.", yes=options.yes)

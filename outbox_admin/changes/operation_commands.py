@@ -117,11 +117,11 @@ def run_continue(options: argparse.Namespace) -> int:
     """Continue an operation; return 0, or 1 if a task was not changed. Raises SettingError, NotReached, OutboxError."""
     task_table, author = flags.open_table(options), flags.author(options)
     options.id = task_flags.full_operation_id(task_table, options, options.id)
-    operation = admin.changes.execution.continued(task_table, options.id)  # before the note of a stop is cleared
+    operation = admin.execution.continued(task_table, options.id)  # before the note of a stop is cleared
     if not options.dry_run:
         logs.configure()  # a cancel logs its tasks
         admin.operations.proceed(task_table, options.id, author)
-        outcomes = admin.changes.execution.resume(task_table, options.id)
+        outcomes = admin.execution.resume(task_table, options.id)
         left = (operation.selected or 0) - (operation.tasks or 0)
         return execute(task_table, options, operation.operation, outcomes, options.id, author, total=left)
     if options.json:
@@ -148,7 +148,7 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     task_table: "admin.rows.task_table.TaskTable",
     options: argparse.Namespace,
     name: str,
-    outcomes: "Iterator[admin.changes.execution.Outcome]",
+    outcomes: "Iterator[admin.execution.Outcome]",
     id: str,
     author: "admin.operations.Author",
     *,
@@ -162,7 +162,7 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     """
     again = flags.command_line("operations continue", id, **flags.place(options))
     command = again if len(ids) <= admin.operations.RECORDED_IDS else "the same command again"
-    if total > admin.tasks.selected.CHUNK:
+    if total > admin.selected.CHUNK:
         note(f"if the process is killed, continue with: {command}")
     stop = functools.partial(admin.operations.stop, task_table, id, author)
     report = carry_out(outcomes, command, stop, total=total, verb=KINDS[name].verb)
@@ -203,7 +203,7 @@ def explain(
 
 
 def carry_out(
-    outcomes: "Iterator[admin.changes.execution.Outcome]",
+    outcomes: "Iterator[admin.execution.Outcome]",
     continue_command: str,
     record_stop: Callable[[], None] = lambda: None,
     *,

@@ -52,10 +52,10 @@ def explain_none(
     table: "admin.rows.task_table.TaskTable", selected: TaskSelection, options: argparse.Namespace
 ) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the filters, or the states."""
-    if selected.topic is not None and admin.topics.editing.unknown(table, [selected.topic]):
+    if selected.topic is not None and admin.editing.unknown(table, [selected.topic]):
         note(flags.unknown_topics(table, [selected.topic]))
     for state in vars(options).get("states") or filter(None, [selected.state]):
-        count = admin.tasks.selected.count(table, TaskSelection(state=state), exact=False)
+        count = admin.selected.count(table, TaskSelection(state=state), exact=False)
         narrowing = [flag_of(name) for name in FILTERS if vars(options).get(name) is not None]
         excluded = f", but none matches {' and '.join(narrowing)}" if count.number and narrowing else ""
         note(f"{count} in the state {state}{excluded}")
@@ -93,7 +93,7 @@ def full_ids(
     With --yes it refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
     OutboxError.
     """
-    matches = admin.tasks.lookup.beginning_with(table, options.ids, MAX_MATCHES + 1)
+    matches = admin.lookup.beginning_with(table, options.ids, MAX_MATCHES + 1)
     full = {prefix: _full_id("task", prefix, ids, options) for prefix, ids in matches.items()}
     options.ids = [full.get(id, id) for id in options.ids]
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))

@@ -121,7 +121,7 @@ def run_switch(options: argparse.Namespace) -> None:
     name = options.command
     table = _open(options, "" if name == "resume" else name.capitalize())
     author = flags.author(options)
-    difference = admin.topics.editing.switch(table, name, options.topics, author, dry_run=options.dry_run)
+    difference = admin.editing.switch(table, name, options.topics, author, dry_run=options.dry_run)
     _print_change(options, difference, SWITCHED.get(name, ""))
     if options.dry_run:
         return
@@ -151,7 +151,7 @@ def _write(
 ) -> None:
     """Preview a change, ask if it routes many tasks or removes a row, and write it."""
     topics, force = options.topics, vars(options).get("force", True)
-    found = admin.topics.editing.preview(table, topics, values, exact=options.dry_run, force=force)
+    found = admin.editing.preview(table, topics, values, exact=options.dry_run, force=force)
     to, unsent = (values or {}).get("publish_to") or topics[0], found.unsent
     if found.unchecked:
         note(found.unchecked)
@@ -164,12 +164,12 @@ def _write(
         confirm(f"{escaped(topics[0])} has: {described(row)}. Remove all of it?", yes=options.yes)
     if unsent and unsent.number > CONFIRM_ABOVE:
         confirm(f"{unsent} of {escaped(topics[0])} will be published to {escaped(to)}.", yes=options.yes)
-    difference = admin.topics.editing.change(table, "controls", topics, values, flags.author(options))
+    difference = admin.editing.change(table, "controls", topics, values, flags.author(options))
     _print_change(options, difference, unsent=unsent)
     is_limited = any((values or {}).get(name) for name in LIMITS)
     note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
     if unsent:
-        note(f"{unsent} of {escaped(topics[0])} not sent yet. {admin.topics.editing.ORDERED.format(escaped(to))}")
+        note(f"{unsent} of {escaped(topics[0])} not sent yet. {admin.editing.ORDERED.format(escaped(to))}")
 
 
 def run_topics(options: argparse.Namespace) -> None:
@@ -218,9 +218,9 @@ def run_apply(options: argparse.Namespace) -> None:
     options.topics = list(wanted)
     table = _open(options, "Apply")
     destinations = [] if options.force else [row.publish_to for row in wanted.values()]
-    if unchecked := admin.topics.editing.check_destinations(table, destinations):
+    if unchecked := admin.editing.check_destinations(table, destinations):
         note(unchecked)
-    difference = admin.topics.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
+    difference = admin.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
     changed = _print_difference(options, difference)
     would = "would be " if options.dry_run else ""
     if not options.json:
@@ -231,7 +231,7 @@ def run_apply(options: argparse.Namespace) -> None:
 
 def _print_change(
     options: argparse.Namespace,
-    difference: "admin.topics.editing.Difference",
+    difference: "admin.editing.Difference",
     switched: str = "",
     **more: "admin.rows.backlog.Count | None",
 ) -> None:
@@ -245,7 +245,7 @@ def _print_change(
 
 def _print_difference(
     options: argparse.Namespace,
-    difference: "admin.topics.editing.Difference",
+    difference: "admin.editing.Difference",
     switched: str = "",
     **more: "admin.rows.backlog.Count | None",
 ) -> int:
@@ -253,7 +253,7 @@ def _print_difference(
     changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
     if options.json:
         fields = {name: dataclasses.asdict(count) for name, count in more.items() if count}
-        say(as_json({"dry_run": options.dry_run, **admin.topics.editing.recorded(changed), **fields}))
+        say(as_json({"dry_run": options.dry_run, **admin.editing.recorded(changed), **fields}))
     for topic, (before, after) in sorted(() if options.json else changed.items()):
         say(f"{topic}: {described(before)} -> {described(after, switched)}")
     return len(changed)
@@ -272,12 +272,12 @@ def _open(options: argparse.Namespace, verb: str = "") -> "admin.rows.task_table
         each.removeprefix(prefix) if each.startswith("projects/") else prefix + each: each for each in options.topics
     }
     names = {name: topic for name, topic in others.items() if name not in options.topics}
-    for name in sorted(admin.topics.editing.waiting(table, names)):
+    for name in sorted(admin.editing.waiting(table, names)):
         note(
             f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
             "its tasks are not affected"
         )
-    if verb and not options.yes and (unknown := admin.topics.editing.unknown(table, options.topics)):
+    if verb and not options.yes and (unknown := admin.editing.unknown(table, options.topics)):
         found = flags.unknown_topics(table, unknown)
         if vars(options).get("dry_run"):
             note(found)

@@ -69,7 +69,7 @@ def test_a_time_without_an_offset_is_in_utc_as_all_times_of_a_page(text: str) ->
 def test_an_operation_whose_thread_cannot_start_can_be_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a limit of processes. Otherwise it would be running until the console ends."""
     executed = threading.Event()
-    monkeypatch.setattr(admin.changes.execution, "resume", lambda _table, _id: executed.set() or ())
+    monkeypatch.setattr(admin.execution, "resume", lambda _table, _id: executed.set() or ())
     running = Running(mock.Mock())
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         running.start("an-id")
