@@ -11,9 +11,8 @@ from pathlib import Path
 import python_reference
 from python_reference import PYTHON, REFERENCE, table
 
-from outbox.program.settings import DatabaseSettings, Field, fields_of
+from outbox.program.settings import DatabaseSettings, Field, fields_of, flag_of
 from outbox_admin.tasks.selections import FILTERS
-from outbox_admin.tasks.task_flags import flag_of
 from outbox_admin.web.console_settings import ConsoleSettings
 from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
 from publishworker.process.worker_settings import RelaySettings, WorkerSettings

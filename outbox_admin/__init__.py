@@ -1,7 +1,7 @@
 """What operators use: the `outbox` command and the console, cut by subject.
 
 A module is imported when it is first used, because the Spanner client takes half a second to import. `outbox --help`
-and a wrong flag need no client. So a command writes `admin.tasks.lookup.find`, and pages import what they need.
+and a wrong flag need no client. So a command writes `admin.lookup.find`, and pages import what they need.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,17 @@ from outbox import rows
 from outbox.base.start import importer
 
 if TYPE_CHECKING:
-    from outbox_admin import changes, operations, schema, status, tasks, topics
+    from outbox_admin import operations, status
+    from outbox_admin.changes import chunks, execution
+    from outbox_admin.schema import reshard
+    from outbox_admin.tasks import lookup, selected
+    from outbox_admin.topics import editing
 
-__all__ = ["changes", "operations", "rows", "schema", "status", "tasks", "topics"]
-__getattr__ = importer(__name__, {"": "changes operations schema status tasks topics"})
+__all__ = ["chunks", "editing", "execution", "lookup", "operations", "reshard", "rows", "selected", "status"]
+__getattr__ = importer(
+    __name__,
+    {
+        "": "operations status changes.chunks changes.execution schema.reshard tasks.lookup tasks.selected "
+        "topics.editing"
+    },
+)

@@ -62,7 +62,7 @@ def _of_kind(kind: str, text: str) -> tuple[str, str]:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION, run)
+    parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION, run_emulators)
     for name in ("Spanner", "Pub/Sub"):
         flag = f"--{name.lower().replace('/', '')}-port"
         flags.add(parser, flag, PORT, f"Port of the {name} emulator; 0, the default, selects a free one", default=0)
@@ -86,7 +86,7 @@ def add(commands: Any) -> None:
     parser.add_argument("words", nargs="*", metavar="COMMAND", help=text)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_emulators(options: argparse.Namespace) -> int:
     """Run both until a signal, then return 0, or around a command, and return its exit code.
 
     Raises OutboxError: invalid port, no emulator, or an emulator or the worker exited.

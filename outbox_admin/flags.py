@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from outbox.errors import SettingError
 from outbox.program.settings import (
     SWITCH,
     DatabaseSettings,
+    Formatter,
     SettingType,
     argparse_type,
     did_you_mean,
     fields_of,
+    flag_of,
 )
 from outbox.program.terminal import named
 from outbox_admin.value_types import TEXT
@@ -29,8 +30,8 @@ MAX_FILE_BYTES = 250_000_000
 MAX_SUGGESTION_TOPICS = 100
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fits paragraphs into the width. Only `outbox --help` describes the global options, and no usage line has them."""
+class HelpFormatter(Formatter):
+    """Only `outbox --help` describes the global options, and no usage line has them."""
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
         """Add the usage line."""
@@ -40,14 +41,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         """Add the options of a group."""
         is_of_command = " " in self._prog
         super().add_arguments(_own(actions) if is_of_command else actions)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Return a description. An example is indented, and keeps its lines."""
-        paragraphs = (
-            each if each.startswith(" ") else textwrap.fill(each, width, break_on_hyphens=False)
-            for each in text.split("\n\n")
-        )
-        return super()._fill_text("\n\n".join(paragraphs), width, indent)
 
 
 def _own(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
@@ -71,7 +64,7 @@ def command(
     commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int | None] | None = None
 ) -> argparse.ArgumentParser:
     """Add a command. `run` gets its options and may return an exit code. Without `run`, the command prints its help."""
-    names = listed(f"--{field.name.replace('_', '-')}" for field in fields_of(DatabaseSettings))
+    names = listed(field.flag for field in fields_of(DatabaseSettings))
     parents = [global_flags(f"{names}, before or after the command. `outbox --help` describes them.")]
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=HelpFormatter, parents=parents
@@ -126,7 +119,7 @@ def read_text(file: str, source: str = "") -> str:
 
 def unknown_topics(table: "admin.rows.task_table.TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
-    known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.topics.editing.sent_lately(table)})
+    known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.editing.sent_lately(table)})
     return (
         f"unknown topic {named(map(repr, unknown))} (no row in AsynchronousTaskTopics, no unsent task, and none "
         "sent in the last minute)."
@@ -134,17 +127,17 @@ def unknown_topics(table: "admin.rows.task_table.TaskTable", unknown: Sequence[s
     )
 
 
-def command_line(name: str, *arguments: object, **given: object) -> str:
+def command_line(command: str, *arguments: object, **given: object) -> str:
     """Return an `outbox` command, quoted for a shell. Flags whose `given` values are None or False are left out.
 
     A flag that is True has no value. Values join their flag, so that one that begins with a dash is no flag.
     """
     words = [
-        f"--{flag.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for flag, value in given.items()
+        flag_of(name) + ("" if value is True else f"={value}")
+        for name, value in given.items()
         if value not in (None, False)
     ]
-    return shlex.join(["outbox", *name.split(), *words, *(["--", *map(str, arguments)] if arguments else [])])
+    return shlex.join(["outbox", *command.split(), *words, *(["--", *map(str, arguments)] if arguments else [])])
 
 
 def place(options: argparse.Namespace) -> dict[str, str | bool]:

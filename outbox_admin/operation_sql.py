@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from itertools import pairwise
 
-from outbox.base.values import MAX_JSON
 from outbox.rows.counts_sql import at_most
 from outbox.table.shared_sql import SEEK
 
@@ -16,7 +15,6 @@ OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId =
 BEGINNING_WITH = f"""
 SELECT OperationId FROM {_OPERATIONS} WHERE OperationId BETWEEN @prefix AND CONCAT(@prefix, '\\U0010FFFF')
 ORDER BY OperationId LIMIT @limit"""
-PROGRESS = f"SELECT Tasks, {at_most('Position', MAX_JSON)} FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
 LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"
 #: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).

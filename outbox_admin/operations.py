@@ -16,6 +16,7 @@ from outbox.errors import OutboxError
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.table.ddl import OPERATIONS
 from outbox_admin import operation_sql
+from outbox_admin.change_kinds import NEWCOMER
 
 #: Max task IDs that the record of a selection contains.
 RECORDED_IDS = 1_000
@@ -23,14 +24,10 @@ RECORDED_IDS = 1_000
 COMPARED = 1_000
 #: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
 INTERRUPTED_AFTER = timedelta(minutes=1)
-#: The operations that are executed in chunks, so that any process can continue them.
-IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
 #: As the reason of an unchanged task: the preview counted it, and it did not match any more when the change began.
 LEFT = "changed since the preview"
 #: Max reasons of unchanged tasks that a record has. The others are counted together.
 MAX_REASONS, OTHER = 20, "other reasons"
-#: The same: it matches now, but did not at the preview.
-NEWCOMER = "newcomer"
 OPERATIONS_TAG = "outbox-operations"
 
 
@@ -215,8 +212,7 @@ def begin(
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
     id = columns.setdefault("OperationId", new_id())
     table.transact(OPERATIONS_TAG, lambda writer: record(writer, table, name, selection, author, **columns))
-    [row] = table.query(operation_sql.OPERATION, OPERATIONS_TAG, {"id": id, "characters": MAX_JSON})
-    return Operation(*row)
+    return found(table, id)
 
 
 def end(table: TaskTable, id: str, **columns: Any) -> None:

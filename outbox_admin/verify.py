@@ -7,7 +7,6 @@ import argparse
 import base64
 import contextlib
 import dataclasses
-import re
 import threading
 import time
 import uuid
@@ -17,11 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import takewhile
 from typing import Any, TypeVar
 
 from google.api_core import exceptions as google
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, ExecuteSqlRequest, PlanNode, QueryPlan
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, ExecuteSqlRequest
 from google.cloud.spanner_v1.types import ResultSetStats
 from google.pubsub_v1 import PubsubMessage
 
@@ -34,6 +32,7 @@ from outbox.rows.task_table import TaskTable
 from outbox.table import applying, ddl, schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox_admin.changes import execution
+from outbox_admin.schema.query_plans import lines, problems, scans
 from outbox_admin.tasks import lookup, selected
 from outbox_admin.tasks.selections import TaskSelection
 from publishworker.process.app import open_store
@@ -56,9 +55,6 @@ CREATE_SECONDS = 300.0
 PASSED, FAILED, NOT_AVAILABLE, NOT_RUN = "passed", "failed", "not available", "not run"
 #: Seconds for which the first of two claims holds its locks.
 HELD_SECONDS = 2.0
-#: The tables that are read as a whole, because they have few rows: for topics, workers and layouts.
-SMALL_TABLES = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
-_FORCED = re.compile(r"(\w+)@\{FORCE_INDEX=(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,83 +297,6 @@ def _locks(scratch: Scratch) -> Finding:
     good = not unsent and waited > HELD_SECONDS / 2
     text = f"the second claim waited {waited:.1f} s and found {unsent} unsent tasks"
     return Finding(PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
-
-
-def lines(plan: QueryPlan, node: PlanNode | None = None, depth: int = 0) -> Iterator[str]:
-    """Yield a plan as a tree of relational operators, each with its metadata and conditions.
-
-    The format: https://cloud.google.com/spanner/docs/reference/rpc/google.spanner.v1#queryplan, the operators:
-    https://cloud.google.com/spanner/docs/query-execution-operators
-    """
-    node = node or plan.plan_nodes[0]
-    details = ", ".join(f"{name}: {text}" for name, text in sorted((_metadata(node) | _conditions(plan, node)).items()))
-    yield "  " * depth + node.display_name + (f" ({details})" if details else "")
-    for child in _inputs(plan, node):
-        yield from lines(plan, child, depth + 1)
-
-
-def scans(plan: QueryPlan) -> list[PlanNode]:
-    """Return the scans of a plan. It has none on the emulator."""
-    return [node for node in plan.plan_nodes if "Scan" in node.display_name and "scan_target" in _metadata(node)]
-
-
-def problems(plan: QueryPlan, statement: str) -> list[str]:
-    """Return one sentence for each part of a plan that reads more than it needs."""
-    found = [
-        f"{node.display_name}: it reads one side as a whole. The hint JOIN_METHOD=APPLY_JOIN had no effect"
-        for node in plan.plan_nodes
-        if "Hash Join" in node.display_name
-    ]
-    for scan in scans(plan):
-        if _metadata(scan)["scan_target"] not in SMALL_TABLES:
-            found += _of_scan(plan, scan, _FORCED.findall(statement))
-    return list(dict.fromkeys(found))
-
-
-def _of_scan(plan: QueryPlan, scan: PlanNode, forced: list[tuple[str, str]]) -> Iterator[str]:
-    """Yield the problems of one scan. `forced` are the tables and indexes that the statement forces."""
-    target = _metadata(scan)["scan_target"]
-    allowed = {table if index == "_BASE_TABLE" else index for table, index in forced}
-    tables = {table for table, _ in forced}
-    if target not in allowed and target in tables:
-        yield f"{target}: a join back to the table, although the index has all columns"
-    elif target not in allowed:
-        yield f"{target} is read, although the statement forces {', '.join(sorted(allowed)) or 'no index'}"
-    path = list(_to_root(plan, scan))
-    # A seek condition belongs to the scan below it, not to the inputs of a join below it.
-    above = takewhile(lambda node: len(_inputs(plan, node)) < 2, path)
-    if _metadata(scan).get("Full scan") == "true":
-        yield f"{target}: a full scan. The optimizer found no seek condition"
-    elif not any("Seek Condition" in _conditions(plan, node) for node in above):
-        yield f"{target}: a scan without a seek condition"
-    bounds = [
-        node.display_name for node in path if node.display_name.startswith("Sort") or "Limit" in node.display_name
-    ]
-    if bounds and bounds[0].startswith("Sort") and target not in tables:
-        yield f"{target}: {bounds[0]} reads all rows of the range before the limit applies"
-
-
-def _to_root(plan: QueryPlan, node: PlanNode) -> Iterator[PlanNode]:
-    """Yield a node, the operator that it feeds, and so on."""
-    yield node
-    for parent in plan.plan_nodes:
-        if any(child.index == node.index for child in _inputs(plan, parent)):
-            yield from _to_root(plan, parent)
-
-
-def _inputs(plan: QueryPlan, node: PlanNode) -> list[PlanNode]:
-    """Return the operators that feed a node."""
-    children = (plan.plan_nodes[link.child_index] for link in node.child_links)
-    return [child for child in children if child.kind == PlanNode.Kind.RELATIONAL]
-
-
-def _conditions(plan: QueryPlan, node: PlanNode) -> dict[str, str]:
-    links = (link for link in node.child_links if link.type_.endswith("Condition"))
-    return {link.type_: plan.plan_nodes[link.child_index].short_representation.description for link in links}
-
-
-def _metadata(node: PlanNode) -> dict[str, str]:
-    return {name: str(value) for name, value in (node.metadata or {}).items()}
 
 
 CHECKS: dict[str, Callable[[Scratch], Finding]] = {

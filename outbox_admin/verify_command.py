@@ -16,7 +16,7 @@ It changes no other database, and publishes nothing.
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "verify", "check an instance on a scratch database", DESCRIPTION, run)
+    parser = flags.command(commands, "verify", "check an instance on a scratch database", DESCRIPTION, run_verify)
     text = "Tasks to load: {} (default 100000)"
     flags.add(parser, "--rows", whole_number(100, 10**9), text, metavar="N", default=100_000)
     flags.switch(parser, "--keep", "Keep the database for inspection")
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     flags.switch(parser, "--json", "Print the result and the query plans as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_verify(options: argparse.Namespace) -> int:
     """Run all checks; return 0, or 1 if one fails. Raises SettingError, NotReached, OutboxError."""
     from outbox_admin.verify import verify  # noqa: PLC0415 - it loads the relay
 

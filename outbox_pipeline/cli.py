@@ -179,9 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, settings: type[Settings], help: str, description: str, *flags: str) -> argparse.ArgumentParser:
         """Add a job. Its function `run` gets the `flags`, which are no settings, as named arguments."""
-        job = jobs.add_parser(
-            name, help=help, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        job = jobs.add_parser(name, help=help, description=description)
         settings.add_flags(job)
         job.add_argument("--json", action="store_true", help="Print the summary as one line of JSON.")
         job.set_defaults(settings=settings, flags=flags)
@@ -210,12 +208,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_certificate(jobs: Any) -> None:
-    certificate = jobs.add_parser(
-        "certificate",
-        help="check certificates of audits",
-        description=CERTIFICATE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    certificate = jobs.add_parser("certificate", help="check certificates of audits", description=CERTIFICATE)
     actions = certificate.add_subparsers(metavar="ACTION", required=True, dest="action")
     verify = actions.add_parser("verify", help="check signatures, the chain and the inputs")
     verify.add_argument("files", metavar="FILE", nargs="+", help="Certificates, whose windows must adjoin.")

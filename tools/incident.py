@@ -96,10 +96,8 @@ def _steps(made: stage.Stage, deploy: Callable[[], object]) -> dict[int, Callabl
         DEPLOYED: deploy,
         36: lambda: publisher.create_topic(name=invoices),
         40: lambda: _break(made.database),
-        46: lambda: admin.topics.editing.change(table, "pause", ["payments"], {"paused": True}, ANN),
-        52: lambda: list(
-            admin.changes.execution.change(table, "retry", TaskSelection(state="dead", topic="orders"), BOB)
-        ),
+        46: lambda: admin.editing.change(table, "pause", ["payments"], {"paused": True}, ANN),
+        52: lambda: list(admin.execution.change(table, "retry", TaskSelection(state="dead", topic="orders"), BOB)),
     }
 
 

@@ -18,14 +18,15 @@ from outbox.errors import OutboxError
 
 
 def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: the names of each module, or of modules of the package for ""."""
-    module_of = {name: module for module, names in modules.items() for name in names.split()}
+    """Return the `__getattr__` of a package: the names of each module, or for "" modules of it or of its folders."""
+    module_of = {name.rpartition(".")[2]: module or name for module, names in modules.items() for name in names.split()}
+    own = set(modules.get("", "").split())
 
     def find(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = module_of[name]
-        found = getattr(import_module(f"{package}.{module}"), name) if module else import_module(f"{package}.{name}")
+        module = import_module(f"{package}.{module_of[name]}")
+        found = module if module_of[name] in own else getattr(module, name)
         setattr(sys.modules[package], name, found)  # later uses of the name do not call this function
         return found
 

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -362,7 +363,7 @@ class Field:
     @property
     def flag(self) -> str:
         """Return `--batch-size` for `batch_size`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
@@ -384,11 +385,28 @@ def fields_of(settings: type) -> Iterator[Field]:
         yield Field(field.name, **field.metadata)
 
 
+def flag_of(name: str) -> str:
+    """Return `--batch-size` for `batch_size`."""
+    return f"--{name.replace('_', '-')}"
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Fits the paragraphs of a description into the width."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Return a description. An example is indented, and keeps its lines."""
+        paragraphs = (
+            each if each.startswith(" ") else textwrap.fill(each, width, break_on_hyphens=False)
+            for each in text.split("\n\n")
+        )
+        return super()._fill_text("\n\n".join(paragraphs), width, indent)
+
+
 class Parser(argparse.ArgumentParser):
     """Accepts only whole flags, and suggests the nearest name for a misspelled one or a command (SettingError)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        super().__init__(*arguments, **{"allow_abbrev": False, "formatter_class": Formatter, **options})
         # Like -5, -5m is a value and no flag. So the flag before it says what is allowed.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 

@@ -55,14 +55,6 @@ UNSENT = tuple(RANGES)
 #: The state of the tasks that operators or applications have taken out.
 CANCELLED = "cancelled"
 STATES = (*UNSENT, "sent", CANCELLED)
-#: The states of the tasks that an operator may change or resend. Pending tasks need no retry.
-CHANGED = {
-    "retry": ("dead", "sent", "retrying", "scheduled"),
-    "resend": ("sent",),
-    "cancel": UNSENT,
-    "purge": ("sent", CANCELLED),
-    "restore": (CANCELLED,),
-}
 #: The states in which workers send a task as soon as they can, without an operator.
 LEFT_TO_SEND = ("pending", "retrying")
 

@@ -13,9 +13,9 @@ from outbox.program import logs
 from outbox.program.settings import MOMENT, one_of, resolved
 from outbox.program.terminal import CONFIRM_ABOVE, SHOWN, as_json, confirm, note, say, shortened
 from outbox.program.terminal import table as tabulated
-from outbox.table.states import CHANGED
 from outbox_admin import flags, value_types
-from outbox_admin.changes.operation_commands import DONE, execute, explain
+from outbox_admin.change_kinds import KINDS
+from outbox_admin.changes.operation_commands import execute, explain
 from outbox_admin.tasks import task_flags
 from outbox_admin.tasks.selections import TaskSelection
 
@@ -88,16 +88,12 @@ ASKS = {
     "retry": f"asks for more than {CONFIRM_ABOVE:,} tasks, or if you pass --state without --topic",
     "cancel": "always asks",
 }
-#: What would become of tasks.
-EFFECTS = {"retry": "become due now", "purge": "be deleted", "cancel": "be cancelled", "restore": "be restored"}
-#: The changes after which a task does not match any more. What a resend or a restore refuses matches still.
-ENDS_MATCH = ("retry", "purge", "cancel")
 
 
 def add(commands: Any) -> None:
     """Add the five commands to the subparsers `commands`."""
     for name, (title, description) in COMMANDS.items():
-        parser = flags.command(commands, name, title, description, run)
+        parser = flags.command(commands, name, title, description, run_change)
         task_flags.add_ids(parser)
         if name == "resend":
             text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
@@ -105,7 +101,7 @@ def add(commands: Any) -> None:
             flags.add(parser, "--rate", value_types.RATE, "Max tasks per second: {}", metavar="N")
             flags.switch(parser, "--force", "Also publish to the topic of the tasks")
         else:
-            task_flags.add_state(parser, CHANGED[name], "Only tasks in this state")
+            task_flags.add_state(parser, KINDS[name].states, "Only tasks in this state")
         task_flags.add_filters(parser, name)
         if name == "retry":
             flags.switch(parser, "--include-expired", "Also send tasks whose ExpiresAt has passed")
@@ -119,7 +115,7 @@ def add(commands: Any) -> None:
         flags.add_reason(parser, ", and for the log. Required with --state" if name == "cancel" else "")
 
 
-def run(options: argparse.Namespace) -> int:
+def run_change(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if one is not changed. Raises SettingError, NotReached, OutboxError."""
     ids = _ids(options)
     table = flags.open_table(options)
@@ -127,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _preview(table, options, selection)
     # A resend has a max number of tasks.
-    count = admin.tasks.selected.count(table, selection, exact=options.command == "resend")
+    count = admin.selected.count(table, selection, exact=options.command == "resend")
     if not count.number and selection.ids is None:
         return _preview(table, options, selection)
     if count.number:
@@ -135,10 +131,10 @@ def run(options: argparse.Namespace) -> int:
     if options.command == "cancel":
         logs.configure()
     name, id, author = options.command, admin.operations.new_id(), flags.author(options)
-    outcomes = admin.changes.execution.change(table, name, selection, author, id=id, selected=count.number)
+    outcomes = admin.execution.change(table, name, selection, author, id=id, selected=count.number)
     code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
-    if selection.ids is None and options.command in ENDS_MATCH:
-        came = admin.tasks.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+    if selection.ids is None and KINDS[options.command].ends_match:
+        came = admin.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
         if came.number:
             note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
     return code
@@ -148,7 +144,7 @@ def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     """Return the given task IDs, or None if flags select the tasks. Raises SettingError, OutboxError."""
     ids, name = task_flags.ids(options), options.command
     if ids is None and name != "resend" and options.state is None:
-        states = one_of(*CHANGED[name]).allowed
+        states = one_of(*KINDS[name].states).allowed
         raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {states}")
     if ids is None and name == "cancel" and options.reason is None and not options.dry_run:
         raise SettingError("--reason is missing. It is required with --state")
@@ -162,7 +158,7 @@ def _selection(
 ) -> TaskSelection:
     """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
     name, of_cancel = options.command, None
-    if name == "restore" and ids and len(ids) == 1 and not admin.tasks.lookup.beginning_with(table, ids, 1):
+    if name == "restore" and ids and len(ids) == 1 and not admin.lookup.beginning_with(table, ids, 1):
         of_cancel = admin.operations.operation(table, task_flags.full_operation_id(table, options, ids[0]))
     if of_cancel and of_cancel.operation == "cancel":
         ids, options.ids = None, []
@@ -171,14 +167,14 @@ def _selection(
     at = now if options.as_of is None else resolved(options.as_of, now)
     if at > now:
         raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
-    selection = admin.changes.execution.bounded(name, task_flags.selection(options, at, ids), at)
+    selection = admin.execution.bounded(name, task_flags.selection(options, at, ids), at)
     task_flags.check_window(selection.since, selection.until)
     if of_cancel and ids is None:
         since = selection.since or of_cancel.started_at
         selection = dataclasses.replace(selection, cancelled_by=of_cancel.id, since=since)
     if name == "resend":
-        selection = admin.changes.execution.resend_to(table, selection, options.to, options.rate, own=options.force)
-        if unchecked := admin.topics.editing.check_destinations(table, [selection.to], otherwise=""):
+        selection = admin.execution.resend_to(table, selection, options.to, options.rate, own=options.force)
+        if unchecked := admin.editing.check_destinations(table, [selection.to], otherwise=""):
             note(unchecked)
     return selection
 
@@ -189,7 +185,7 @@ def _preview(
     selection: TaskSelection,
 ) -> int:
     """Print what a dry run finds, or why there is nothing to change. Return 1 if a task would be refused."""
-    found, at = admin.changes.chunks.preview(table, selection, options.command), selection.as_of
+    found, at = admin.chunks.preview(table, selection, options.command), selection.as_of
     if options.json:
         groups = [{"topic": topic, "error": error, "tasks": number} for topic, error, number in found.groups]
         counts = {"tasks": found.tasks, "groups": groups, "refused": found.refused, "overtaken": found.overtaken}
@@ -197,7 +193,7 @@ def _preview(
     elif options.dry_run:
         say(f"{counted(found.tasks, 'task')} would {_effect(options, selection)}", *_groups(found))
     else:
-        say(f"{DONE[options.command]}: 0 tasks")
+        say(f"{KINDS[options.command].done}: 0 tasks")
     if found.tasks and at and not options.json:
         note(f"to change only tasks that are counted here, pass --as-of={shown(at)}")
     if found.overtaken:
@@ -209,7 +205,7 @@ def _preview(
     return explain(options, options.command, found.refused)
 
 
-def _groups(found: "admin.changes.chunks.Preview") -> Iterator[str]:
+def _groups(found: "admin.chunks.Preview") -> Iterator[str]:
     """Yield a table of the largest groups, if there are any."""
     rows = [(number, topic, shortened(error)) for topic, error, number in found.groups[:SHOWN]]
     if rows:
@@ -219,7 +215,7 @@ def _groups(found: "admin.changes.chunks.Preview") -> Iterator[str]:
 
 
 def _effect(options: argparse.Namespace, selection: TaskSelection) -> str:
-    return f"be published to {selection.to}" if selection.to else EFFECTS[options.command]
+    return f"be published to {selection.to}" if selection.to else KINDS[options.command].effect
 
 
 def _confirm(
@@ -231,6 +227,6 @@ def _confirm(
     """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""
     is_of_all = selection.ids is None and selection.topic is None and options.command in ASKS
     if is_of_all and not options.yes:
-        say(*_groups(admin.changes.chunks.preview(table, selection, options.command)), stream=sys.stderr)
+        say(*_groups(admin.chunks.preview(table, selection, options.command)), stream=sys.stderr)
     if is_of_all or options.command == "cancel" or count.number > CONFIRM_ABOVE:
         confirm(f"{count} will {_effect(options, selection)}.", yes=options.yes)

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import MOMENT, matching, resolved, whole_number
-from outbox.table.states import CHANGED
 from outbox_admin import operations, value_types
+from outbox_admin.change_kinds import KINDS, why_unchanged
 from outbox_admin.changes import chunks, execution
 from outbox_admin.operations import Author, Operation
 from outbox_admin.tasks import selected
@@ -39,9 +39,11 @@ class Action:
 
     name: str
     role: Role
-    #: The states of the tasks that it is for.
-    states: tuple[str, ...]
-    effect: str
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the states of the tasks that it is for."""
+        return KINDS[self.name].states
 
     def suits(self, task: Task) -> bool:
         """Tell whether the action is for this task."""
@@ -62,6 +64,8 @@ class Action:
             visit,
             "changes/acting",
             acted=self,
+            kind=KINDS[self.name],
+            why_unchanged=why_unchanged,
             selection=selection,
             found=found,
             hopeless=HOPELESS if self.name == "retry" and any(is_hopeless(each[1]) for each in found.groups) else (),
@@ -147,11 +151,11 @@ class Resend(Action):
 
 
 ACTIONS = (
-    Action("retry", Role.OPERATOR, CHANGED["retry"], "become due now, with 0 failed attempts"),
-    Resend("resend", Role.OPERATOR, CHANGED["resend"], "are published again, only to the topic that you name"),
-    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are taken out and not published any more"),
-    Action("restore", Role.OPERATOR, CHANGED["restore"], "are put back as they were"),
-    Action("purge", Role.DESTROYER, CHANGED["purge"], "are deleted, so that they cannot be sent again"),
+    Action("retry", Role.OPERATOR),
+    Resend("resend", Role.OPERATOR),
+    Action("cancel", Role.DESTROYER),
+    Action("restore", Role.OPERATOR),
+    Action("purge", Role.DESTROYER),
 )
 
 

@@ -18,8 +18,7 @@ import time
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import datetime
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
@@ -31,28 +30,25 @@ from outbox.program.terminal import escaped
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import OPERATIONS
-from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, KEY_CHECK_SECONDS, MARKS_FINAL_AFTER, NEVER, TABLE
-from outbox_admin import operation_sql, operations
+from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER
+from outbox_admin import operations
+from outbox_admin.change_kinds import KINDS, MADE_UNSENT, NEWCOMER
 from outbox_admin.changes import change_sql, resending
 from outbox_admin.changes.chunks import Chunk, chunks, in_order_of_keys, next_chunk
-from outbox_admin.changes.resending import Message
-from outbox_admin.operations import IN_CHUNKS, NEWCOMER, OPERATIONS_TAG, UNNAMED, Author, Operation, Progress, found
+from outbox_admin.changes.resending import message
+from outbox_admin.changes.writes import WRITES
+from outbox_admin.operations import UNNAMED, Author, Operation, Progress, found
 from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selected import Row, condition_of, previewed
-from outbox_admin.tasks.selections import ANY_UNSENT, TaskSelection
+from outbox_admin.tasks.selections import TaskSelection
 
 #: Max bytes of the messages that a resend publishes in one chunk.
 CHUNK_BYTES = 8_000_000
 #: Max tasks of one resend, because each page sorts those of a shard. The replay job has no limit.
 MAX_RESENT = 1_000_000
-#: The state that a selection by `ids` has for each change, if it names none.
-OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent", "restore": CANCELLED}
 #: Why a sent task of the given IDs is not published.
 EXCLUDED = "excluded by the flags, or sent again since"
 _log = logging.getLogger("outbox")
-#: The columns that a retry writes. `retry_values` returns the values.
-RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,16 +63,6 @@ class Outcome:
     unchanged: Mapping[str, str] = dataclasses.field(default_factory=dict)
     heads: frozenset[str] = frozenset()
     left: int = 0
-
-
-def retry_values(
-    id: str, now: datetime, expires_at: datetime | None = None, due_at: datetime | None = None
-) -> tuple[object, ...]:
-    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts.
-
-    Its age begins at `due_at`, or now.
-    """
-    return (id, None, None, expires_at, 0, now, due_at)
 
 
 def change(
@@ -147,7 +133,7 @@ def bounded(name: str, selection: TaskSelection, at: datetime) -> TaskSelection:
 
     A task that a retry sends again gets a later SentAt, so neither the retry nor its continuation takes it twice.
     """
-    state = selection.state or OF_IDS[name]
+    state = selection.state or KINDS[name].of_ids
     # An at-most-once task is marked as sent shortly before it is published.
     newest = at - MARKS_FINAL_AFTER if name == "purge" and state != CANCELLED else at
     until = min(selection.until or newest, newest)
@@ -162,9 +148,9 @@ def check(name: str, selection: TaskSelection) -> None:
 
     A retry of sent tasks needs `until`. Otherwise it would also select the tasks that are sent because of it.
     """
-    states = CHANGED[name]
-    if selection.state not in states and (selection.ids is None or selection.state != OF_IDS[name]):
-        raise OutboxError(f"{name} is for tasks that are {', '.join(states)}, not for {selection.state or 'any'}")
+    kind = KINDS[name]
+    if selection.state not in kind.states and (selection.ids is None or selection.state != kind.of_ids):
+        raise OutboxError(f"{name} is for tasks that are {', '.join(kind.states)}, not for {selection.state or 'any'}")
     if name == "retry" and selection.state == "sent" and selection.until is None:
         raise OutboxError("a retry of sent tasks needs `until`")
     if name == "resend" and selection.ids is None and selection.topic is None:
@@ -198,57 +184,6 @@ def _destinations(table: TaskTable, selection: TaskSelection) -> set[str]:
         of_tasks = {topic for _, topic, *_ in rows}
     routes = {controls.get(topic or "", NO_CONTROLS).publish_to for topic in of_tasks}
     return {topic_name(topic, table.project) for topic in of_tasks | routes if topic}
-
-
-def _make_due(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    transaction.update(
-        TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
-    )
-
-
-def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    transaction.delete(TABLE, KeySet(keys=[[row.id] for row in rows]))
-
-
-def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
-    """Take tasks out, and release the next task of each key of which a task was not blocked.
-
-    Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
-    that a later chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks
-    that are taken out may have been the first one to end.
-    """
-    keys = {(row.topic, row.ordering_key) for row in rows if row.state != "blocked"}
-    with_key = [row for row in rows if row.ordering_key is not None]
-    if ids := [row.id for row in with_key if (row.topic, row.ordering_key) in keys]:
-        heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
-        transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for id, _ in heads])
-    if ids := [row.id for row in with_key if (row.topic, row.ordering_key) not in keys]:
-        _end_soon(transaction, transaction.query(NEXT_OF_KEYS, {"ids": ids}), rows[0].now)
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, COMMIT_TIMESTAMP, operation) for row in rows])
-
-
-def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    """Make cancelled tasks unsent, with all other columns as they were.
-
-    But a deferral ends soon, because the commit that ends it for the other tasks of the key may have been before.
-    """
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, None, None) for row in rows])
-    _end_soon(transaction, [(row.id, row.available_at) for row in rows if row.blocked_by], rows[0].now)
-
-
-def _end_soon(transaction: Transaction, deferred: Iterable[Sequence[Any]], now: datetime) -> None:
-    """Let the deferrals of these tasks end within KEY_CHECK_SECONDS. A worker then reads their keys.
-
-    `deferred` has the ID of each task and the end of its deferral. A dead task stays dead.
-    """
-    soon = now + timedelta(seconds=KEY_CHECK_SECONDS)
-    earlier = [(id, soon) for id, ends in deferred if ends is not None and soon < ends < NEVER]
-    transaction.update(TABLE, ("Id", "AvailableAt"), earlier)
-
-
-_WRITES: Mapping[str, Callable[[Transaction, Sequence[Row], str], None]] = {
-    "retry": _make_due, "purge": _delete, "cancel": _cancel, "restore": _restore,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,7 +225,7 @@ class _Change:
         found = transaction.query(statement, self.selection.values | {"ids": ids})
         rows = [_examined(self.name, Row(*row), chunk.seen) for row in found]
         if matching := [row for row in rows if row.matches]:
-            _WRITES[self.name](transaction, matching, progress.id)
+            WRITES[self.name](transaction, matching, progress.id)
         return _recorded(progress, _outcome(chunk.ids, rows), chunk.position, transaction)
 
 
@@ -325,7 +260,7 @@ def _examined(name: str, row: Row, seen: Collection[str]) -> Row:
 
     A cancelled task that another program has made unsent can be restored, or cancelled again. No worker would send it.
     """
-    if name in ("retry", "purge") and row.state == task_sql.MADE_UNSENT:
+    if name in ("retry", "purge") and row.state == MADE_UNSENT:
         return row._replace(matches=False)
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
@@ -363,7 +298,7 @@ def _publisher(table: TaskTable, selection: TaskSelection) -> Callable[[Sequence
 
     def publish(ids: Sequence[str]) -> Outcome:
         rows = table.query(statement, "outbox-resend", selection.values | {"ids": ids}, seconds=SCAN_SECONDS)
-        found = {id: Message(id, key, b64decode(data), created_at) for id, key, data, created_at, *_ in rows}
+        found = {id: message(id, key, b64decode(data), created_at) for id, key, data, created_at, *_ in rows}
         left_out = {id: EXCLUDED if is_sent else "unsent" for id, *_, is_sent, matches in rows if not matches}
         left_out |= {id: "missing" for id in ids if id not in found}
         unchanged = left_out | {**send([found[id] for id in ids if id not in left_out])}
@@ -375,13 +310,12 @@ def _publisher(table: TaskTable, selection: TaskSelection) -> Callable[[Sequence
 def begun(table: TaskTable, id: str) -> tuple[Operation, TaskSelection, Progress]:
     """Return an operation that is executed in chunks, its selection, and how far it is. Raises OutboxError."""
     row = found(table, id)
-    if row.operation not in IN_CHUNKS or row.seen_at is None:
-        raise OutboxError(f"operation {id} is not a {one_of(*IN_CHUNKS).allowed}, so it cannot be continued")
+    if row.operation not in KINDS or row.seen_at is None:
+        raise OutboxError(f"operation {id} is not a {one_of(*KINDS).allowed}, so it cannot be continued")
     try:
         selection = TaskSelection.recorded(row.selection)
     except OutboxError as error:
         raise OutboxError(f"operation {id} cannot be continued: {error}") from None
-    [[tasks, position]] = table.query(operation_sql.PROGRESS, OPERATIONS_TAG, {"id": id})
-    if tasks is None:
+    if row.tasks is None:
         raise OutboxError(f"the row of the operation is malformed: operation {id} has no Tasks. Start a new operation")
-    return row, selection, Progress(id, tasks, position)
+    return row, selection, Progress(id, row.tasks, row.position)

@@ -23,8 +23,8 @@ from outbox.program import logs
 from outbox.program.settings import one_of
 from outbox.program.terminal import Escaped, as_json, named, note, say, shortened, table
 from outbox.table.ddl import OPERATION_NAMES
-from outbox.table.states import CANCELLED, STATES
 from outbox_admin import flags, value_types
+from outbox_admin.change_kinds import KINDS, why_unchanged
 from outbox_admin.tasks import task_flags
 
 DESCRIPTION = """\
@@ -49,32 +49,10 @@ HEADS = ("ID", "STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECT
 PROGRESS_SECONDS = 10.0
 #: Characters of the progress bar.
 BAR = 30
-#: What has become of the tasks of each change.
-DONE = {
-    "retry": "due now", "resend": "published", "purge": "deleted", "cancel": "cancelled", "restore": "restored",
-}  # fmt: skip
 #: What an error leaves open, for each verb of a Report.
 _LAST_CHUNK = {
     "changed": "The transaction in progress changed all of its tasks or none",
     "published": "The tasks in progress may be published, and will be published again",
-}
-_STATES = (*STATES, "expired")
-_NOT_CANCELLED = "because they are not cancelled: restored before, or never cancelled"
-#: Why tasks are not changed, although they were named or matched at the preview.
-_REASONS = {
-    "missing": "not in the table",
-    "cancelled_and_made_unsent": "because they are cancelled and another program set SentAt to NULL. Restore them, or "
-    "cancel them again",
-    "newcomer": "because they match only since the preview. Run the command again",
-}
-#: The same, if it is no error, for each change.
-_NO_ERROR = {
-    "retry": {
-        "pending": "because pending tasks need no retry",
-        "expired": "because ExpiresAt has passed; pass --include-expired to send expired tasks",
-        "blocked": "because blocked tasks wait for the head of their ordering key",
-    },
-    "restore": {state: _NOT_CANCELLED for state in STATES if state != CANCELLED},
 }
 
 
@@ -97,7 +75,7 @@ class Report:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run)
+    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run_operations)
     kind = one_of(*OPERATION_NAMES)
     text = "Only operations with this name: {}"
     flags.add(parser, "--operation", kind, text, metavar="NAME", choices=OPERATION_NAMES)
@@ -115,7 +93,7 @@ def add(commands: Any) -> None:
     flags.add_reason(continuing)
 
 
-def run(options: argparse.Namespace) -> None:
+def run_operations(options: argparse.Namespace) -> None:
     """Print the operations. Raises SettingError, NotReached, OutboxError."""
     task_table = flags.open_table(options)
     now = task_table.now()
@@ -129,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         say(f"as of {shown(now)}", _listed(operations) if operations else "No operations.")
     for each in operations if not options.json else ():
-        if each.operation in admin.operations.IN_CHUNKS and each.state(now) in ("stopped", "interrupted"):
+        if each.operation in KINDS and each.state(now) in ("stopped", "interrupted"):
             note(f"a {each.operation} is {each.state(now)}. To continue it, run: outbox operations continue {each.id}")
     if len(latest) > options.limit:
         note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
@@ -139,11 +117,11 @@ def run_continue(options: argparse.Namespace) -> int:
     """Continue an operation; return 0, or 1 if a task was not changed. Raises SettingError, NotReached, OutboxError."""
     task_table, author = flags.open_table(options), flags.author(options)
     options.id = task_flags.full_operation_id(task_table, options, options.id)
-    operation = admin.changes.execution.continued(task_table, options.id)  # before the note of a stop is cleared
+    operation = admin.execution.continued(task_table, options.id)  # before the note of a stop is cleared
     if not options.dry_run:
         logs.configure()  # a cancel logs its tasks
         admin.operations.proceed(task_table, options.id, author)
-        outcomes = admin.changes.execution.resume(task_table, options.id)
+        outcomes = admin.execution.resume(task_table, options.id)
         left = (operation.selected or 0) - (operation.tasks or 0)
         return execute(task_table, options, operation.operation, outcomes, options.id, author, total=left)
     if options.json:
@@ -170,7 +148,7 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     task_table: "admin.rows.task_table.TaskTable",
     options: argparse.Namespace,
     name: str,
-    outcomes: "Iterator[admin.changes.execution.Outcome]",
+    outcomes: "Iterator[admin.execution.Outcome]",
     id: str,
     author: "admin.operations.Author",
     *,
@@ -184,16 +162,16 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     """
     again = flags.command_line("operations continue", id, **flags.place(options))
     command = again if len(ids) <= admin.operations.RECORDED_IDS else "the same command again"
-    if total > admin.tasks.selected.CHUNK:
+    if total > admin.selected.CHUNK:
         note(f"if the process is killed, continue with: {command}")
     stop = functools.partial(admin.operations.stop, task_table, id, author)
-    report = carry_out(outcomes, command, stop, total=total, verb=_verb(name))
+    report = carry_out(outcomes, command, stop, total=total, verb=KINDS[name].verb)
     numbers = Counter(report.unchanged.values()) + Counter({admin.operations.LEFT: report.left})
     if options.json:
         counts = {"tasks": report.changed, "unchanged": report.unchanged, "not_changed": numbers.total()}
         say(as_json({"operation": id, **counts}))
     else:
-        say(f"{DONE[name]}: {counted(report.changed, 'task')}")
+        say(f"{KINDS[name].done}: {counted(report.changed, 'task')}")
     if name == "cancel" and report.changed:
         note(f"to take it back, run `outbox restore {id}`")
     code = explain(options, name, numbers, report.unchanged)
@@ -211,24 +189,21 @@ def explain(
     reason is an error then.
     """
     is_of_state = vars(options).get("state") is not None
-    no_error = {} if is_of_state and ids is not None else dict(_NO_ERROR.get(name, {}))
+    no_error = {} if is_of_state and ids is not None else dict(KINDS[name].no_error)
     if vars(options).get("include_expired"):
         no_error.pop("expired", None)
-    done = f"{'would not be' if vars(options).get('dry_run') else 'not'} {_verb(name)}"
+    done = f"{'would not be' if vars(options).get('dry_run') else 'not'} {KINDS[name].verb}"
     for state, number in sorted(numbers.items()):
-        because = f"because of the flags or the state, which is {state}" if state in _STATES else state
         names = [id for id, its in (ids or {}).items() if its == state]
-        why = (_NO_ERROR.get(name, {}) | _REASONS).get(state, because)
+        why = why_unchanged(name, state)
+        if state == "expired" and name == "retry":
+            why += "; pass --include-expired to send expired tasks"
         note(f"{counted(number, 'task')} {done}, {why}{': ' if names else ''}{named(names)}")
     return 1 if numbers.keys() - no_error.keys() else 0
 
 
-def _verb(name: str) -> str:
-    return "published" if name == "resend" else "changed"
-
-
 def carry_out(
-    outcomes: "Iterator[admin.changes.execution.Outcome]",
+    outcomes: "Iterator[admin.execution.Outcome]",
     continue_command: str,
     record_stop: Callable[[], None] = lambda: None,
     *,

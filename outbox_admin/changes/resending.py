@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple
 
 from outbox.base.schedules import OUTAGE_PROBE
 from outbox.errors import NotReached, OutboxError
@@ -15,18 +14,14 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow
 
 
-class Message(NamedTuple):
-    """The message of a sent task."""
-
-    id: str
-    ordering_key: str | None
-    data: bytes
-    created_at: datetime
+def message(id: str, ordering_key: str | None, data: bytes, created_at: datetime) -> LockedRow:
+    """Return the columns of a task that a publisher reads."""
+    return LockedRow(id, "", data, ordering_key, created_at, None, None)
 
 
 #: Publishes messages, those of a key in the given order, and returns why Pub/Sub refuses some of them, by ID. Raises
 #: OutboxError if the topic does not accept messages, NotReached if Pub/Sub does not answer.
-Send = Callable[[Sequence[Message]], Mapping[str, str]]
+Send = Callable[[Sequence[LockedRow]], Mapping[str, str]]
 
 #: Seconds for the publish requests of one attempt.
 RESEND_SECONDS = 10.0
@@ -40,13 +35,12 @@ def opened(settings: PubSubSettings, topic: str) -> Send:
     return partial(send, PubSubPublisher(open_pubsub(settings), settings.project, create_command=create_command), topic)
 
 
-def send(publisher: PubSubPublisher, topic: str, messages: Sequence[Message]) -> Mapping[str, str]:
+def send(publisher: PubSubPublisher, topic: str, rows: Sequence[LockedRow]) -> Mapping[str, str]:
     """Publish all messages, and return why Pub/Sub refuses some of them, by ID. See `Send`.
 
     After a failure, it goes on with the first message of each key that is not published. So it skips only messages that
     are refused for what they contain.
     """
-    rows = [_row(message) for message in messages]
     refused: dict[str, str] = {}
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while rows:
@@ -67,8 +61,3 @@ def send(publisher: PubSubPublisher, topic: str, messages: Sequence[Message]) ->
             time.sleep(OUTAGE_PROBE.first)
         rows = left
     return refused
-
-
-def _row(message: Message) -> LockedRow:
-    """Return the columns of a task that a publisher reads."""
-    return LockedRow(message.id, "", message.data, message.ordering_key, message.created_at, None, None)

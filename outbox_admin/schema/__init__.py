@@ -1,13 +1,1 @@
-"""The tables: create them, change the number of shards.
-
-Modules are imported when they are first used.
-"""
-
-from typing import TYPE_CHECKING
-
-from outbox.base.start import importer
-
-if TYPE_CHECKING:
-    from outbox_admin.schema import reshard  # noqa: F401 - for the types of those that use the package
-
-__getattr__ = importer(__name__, {"": "reshard"})
+"""The tables: create them, change the number of shards."""

@@ -117,7 +117,7 @@ def run_apply(options: argparse.Namespace) -> None:
 
 def run_reshard(options: argparse.Namespace) -> None:
     """Change the number of shards, one line for each step. Raises SettingError, NotReached, OutboxError."""
-    resharding = admin.schema.reshard.Resharding(flags.open_table(options), flags.author(options))
+    resharding = admin.reshard.Resharding(flags.open_table(options), flags.author(options))
     if options.status:
         say(*resharding.report())
         return

@@ -128,7 +128,7 @@ def read_noted(
         note(f"there are more than {topics} topics. Only the first {topics} are counted")
     if not only:
         return found
-    if unknown := admin.topics.editing.unknown(task_table, only):
+    if unknown := admin.editing.unknown(task_table, only):
         note(flags.unknown_topics(task_table, unknown))
     lines = [line for line in found.lines if line.topic in only]
     return dataclasses.replace(found, lines=lines, workers=[each.of_topics(only) for each in found.workers])

@@ -1,11 +1,7 @@
 """Read tasks: a list, or one task with its message."""
 
-import codecs
-import contextlib
 import dataclasses
 import json
-import re
-import unicodedata
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +13,6 @@ from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 from outbox.base.values import chunked
 from outbox.errors import SettingError
 from outbox.message import parsed
-from outbox.program.terminal import escaped
 from outbox.rows.backlog import MAX_TOTAL, Backlog, count, range_limit, ranges_of
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable
 from outbox.table import ddl
@@ -40,12 +35,6 @@ ERRORS_READ = 1_000
 OF_PART = f"Of a state with more than {ERRORS_READ:,} tasks, the oldest and the newest {ERRORS_READ // 2} are counted"
 #: The selection of all tasks of a state.
 ALL = TaskSelection()
-#: Bytes of a message's data that `show` prints. `--raw` writes all.
-SHOWN_BYTES = 64 * 1024
-#: Max levels of JSON that are indented. A text that is nested deeply would get thousands of times as long as it is.
-MAX_LEVELS = 16
-#: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 _RESOLUTION = timedelta(microseconds=1)
 
 
@@ -73,7 +62,7 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Page:
+class TaskList:
     """Tasks of a list as they were at `as_of`, and the cursor of the next page, or None if this is the last one.
 
     Unless `whole`, a shard and topic has more tasks of a state than one read compares. Then the list has those that
@@ -135,7 +124,7 @@ def find(
     newest: bool = False,
     after: str | None = None,
     limit: int = 100,
-) -> Page:
+) -> TaskList:
     """Return the oldest, or newest, tasks of some states: by SentAt, or by CreatedAt of unsent tasks.
 
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
@@ -150,7 +139,7 @@ def find(
     tasks += [task for state in ENDED if state in states for task in reader.ended(state)]
     tasks = sorted(tasks, key=_place, reverse=newest)
     page = tasks[:limit]
-    return Page(
+    return TaskList(
         tasks=sorted(page, key=lambda task: _publish_place(task.columns), reverse=newest),
         as_of=at,
         next=_cursor(_place(page[-1]), newest=newest) if len(tasks) > limit else None,
@@ -337,36 +326,3 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
 def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:
     sequence = columns["Sequence"]
     return _time(columns), columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]
-
-
-def readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
-    """Return the kind of a message's data (JSON, text or hex), and lines that show it to people, escaped."""
-    try:
-        # SHOWN_BYTES may cut the last character.
-        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
-    except UnicodeDecodeError:
-        text = "\0"
-    if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
-        return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
-    kind, lines = "text", text.expandtabs().splitlines()
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(text)
-        kind, lines = "JSON", _indented(text)
-    return kind, [escaped(line) for line in lines]
-
-
-def _indented(text: str) -> list[str]:
-    """Return the lines of a JSON text. Numbers and repeated names stay as written: Python would write 1.10 as 1.1."""
-    lines, depth = [""], 0
-    for match in _TOKENS.finditer(text):
-        written = match[0]
-        is_text = written[0] == '"'
-        token = json.dumps(json.loads(written), ensure_ascii=False) if is_text else "".join(written.split())
-        if token in ("}", "]"):
-            depth -= 1
-            lines.append("  " * min(depth, MAX_LEVELS))
-        lines[-1] += {":": ": "}.get(token, token)
-        depth += token in ("{", "[")
-        if token in ("{", "[", ","):
-            lines.append("  " * min(depth, MAX_LEVELS))
-    return lines

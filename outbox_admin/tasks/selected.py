@@ -12,8 +12,9 @@ from outbox.base.values import chunked
 from outbox.rows import backlog
 from outbox.rows.task_table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.table.states import CANCELLED, CONDITIONS, STATES
+from outbox_admin.change_kinds import ANY_UNSENT
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selections import ANY_UNSENT, ENDED, TaskSelection
+from outbox_admin.tasks.selections import ENDED, TaskSelection
 
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500

@@ -12,15 +12,14 @@ from typing import Any, Self
 from outbox.base.values import json_column
 from outbox.errors import OutboxError
 from outbox.program.settings import MOMENT, SettingType
-from outbox.table.states import CANCELLED, CHANGED, STATES
+from outbox.table.states import CANCELLED, STATES
+from outbox_admin.change_kinds import KINDS
 from outbox_admin.value_types import ID, KEY, TEXT, TOPIC
 
-#: As the state of a selection by `ids`: all unsent states.
-ANY_UNSENT = "unsent"
 #: The states of tasks that are in the order of SentAt, and in no range of a topic.
 ENDED = ("sent", CANCELLED)
 #: The commands that select tasks by filters. A page of the console does what each of them does.
-COMMANDS = ("list", *CHANGED)
+COMMANDS = ("list", *KINDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from outbox.program.terminal import (
 from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
 from outbox_admin import flags, value_types
 from outbox_admin.tasks import task_flags
+from outbox_admin.tasks.message_text import readable
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
 
 LIST_DESCRIPTION = """\
@@ -99,9 +100,7 @@ def run_list(options: argparse.Namespace) -> None:
     task_table, states = flags.open_table(options), options.states or UNSENT
     selection = task_flags.selection(options, task_table.now())
     newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
-    page = admin.tasks.lookup.find(
-        task_table, states, selection, newest=newest, after=options.after, limit=options.limit
-    )
+    page = admin.lookup.find(task_table, states, selection, newest=newest, after=options.after, limit=options.limit)
     if options.json:
         for task in page.tasks:
             say(as_json(_fields(task)))
@@ -118,7 +117,7 @@ def run_list(options: argparse.Namespace) -> None:
 
 
 def _note_holds(
-    task_table: "admin.rows.task_table.TaskTable", tasks: "Sequence[admin.tasks.lookup.Task]", at: datetime
+    task_table: "admin.rows.task_table.TaskTable", tasks: "Sequence[admin.lookup.Task]", at: datetime
 ) -> None:
     """Print for each topic with due tasks why none of them is published now. Raises NotReached, OutboxError."""
     topics = sorted({task.columns["Topic"] for task in tasks if task.state in LEFT_TO_SEND})
@@ -129,18 +128,16 @@ def _note_holds(
             note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 
 
-def _tables(tasks: "Sequence[admin.tasks.lookup.Task]") -> Iterator[str]:
+def _tables(tasks: "Sequence[admin.lookup.Task]") -> Iterator[str]:
     """Yield the table, and the errors if several tasks have the same."""
     if tasks:
         yield _table(tasks)
-    counts = admin.tasks.lookup.count_errors(
-        [task for task in tasks if task.state in FAILING and task.columns["LastError"]]
-    )
+    counts = admin.lookup.count_errors([task for task in tasks if task.state in FAILING and task.columns["LastError"]])
     if any(count.tasks > 1 for count in counts):
         yield from ("", error_table(counts))
 
 
-def _table(tasks: "Sequence[admin.tasks.lookup.Task]") -> str:
+def _table(tasks: "Sequence[admin.lookup.Task]") -> str:
     columns: dict[str, list[object]] = {
         "ID": [task.columns["Id"] for task in tasks],
         "TOPIC": [task.columns["Topic"] for task in tasks],
@@ -164,7 +161,7 @@ def run_show(options: argparse.Namespace) -> None:
     """Print a task. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     task_table = flags.open_table(options)
     [id] = task_flags.full_ids(task_table, options, options.ids)
-    task = admin.tasks.lookup.task(task_table, id)
+    task = admin.lookup.task(task_table, id)
     if task is None:
         why = (
             ". Either its transaction was not committed, or the task was deleted after it was sent or cancelled "
@@ -175,7 +172,7 @@ def run_show(options: argparse.Namespace) -> None:
     message = task.message
     data = task.columns["Data"] if message is None else message.data
     as_retried = TaskSelection(ids=(id,))
-    if task.state == "blocked" and admin.tasks.selected.count(task_table, as_retried, exact=True).number:
+    if task.state == "blocked" and admin.selected.count(task_table, as_retried, exact=True).number:
         note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
     _note_holds(task_table, [task], task.as_of)
     if task.state == CANCELLED:
@@ -193,7 +190,7 @@ def run_show(options: argparse.Namespace) -> None:
         say(f"as of {shown(task.as_of)}", *_lines(task, message, data))
 
 
-def _fields(task: "admin.tasks.lookup.Task") -> dict[str, Any]:
+def _fields(task: "admin.lookup.Task") -> dict[str, Any]:
     """Return the fields of a task for JSON: the columns except Data, and the state."""
     columns = by_field(task.columns)
     columns.pop("data", None)
@@ -207,7 +204,7 @@ def _json_data(data: bytes) -> dict[str, str]:
         return {"data_base64": base64.b64encode(data).decode()}
 
 
-def _lines(task: "admin.tasks.lookup.Task", message: Any | None, data: bytes) -> Iterator[str]:
+def _lines(task: "admin.lookup.Task", message: Any | None, data: bytes) -> Iterator[str]:
     columns = {"Id": task.columns["Id"], "State": task.state, **task.columns}
     del columns["Data"]
     for name, value in columns.items():
@@ -221,14 +218,12 @@ def _lines(task: "admin.tasks.lookup.Task", message: Any | None, data: bytes) ->
 
 
 def _data_lines(data: bytes) -> Iterator[str]:
-    kind, lines = admin.tasks.lookup.readable(
-        data[: admin.tasks.lookup.SHOWN_BYTES], whole=len(data) <= admin.tasks.lookup.SHOWN_BYTES
-    )
+    kind, lines, more = readable(data)
     yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
-    if len(data) > admin.tasks.lookup.SHOWN_BYTES:
-        yield f"  ... {counted(len(data) - admin.tasks.lookup.SHOWN_BYTES, 'more byte')}: --raw writes all"
+    if more:
+        yield f"  ... {counted(more, 'more byte')}: --raw writes all"
 
 
 def run_tail(options: argparse.Namespace) -> None:
@@ -290,12 +285,12 @@ def follow(read: Callable[[], T], seconds: float, remark: str = "") -> Iterator[
             yield found
 
 
-def error_table(counts: "Sequence[admin.tasks.lookup.ErrorCount]") -> Escaped:
+def error_table(counts: "Sequence[admin.lookup.ErrorCount]") -> Escaped:
     """Return a table of the first SHOWN counts."""
     rows = [
         [f">= {each.tasks:,}" if each.at_least else each.tasks, each.state, each.of, shortened(each.error)]
         for each in counts[:SHOWN]
     ]
     others = [f"... and {len(counts) - SHOWN:,} more"] if len(counts) > SHOWN else []
-    cut = [admin.tasks.lookup.OF_PART] if any(each.at_least for each in counts) else []
+    cut = [admin.lookup.OF_PART] if any(each.at_least for each in counts) else []
     return joined(table(("TASKS", "STATE", "TOPICS", "ERROR"), rows), *others, *cut)

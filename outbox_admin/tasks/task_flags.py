@@ -7,7 +7,7 @@ from datetime import datetime
 import outbox_admin as admin
 from outbox.base.values import json_value, shown
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import MOMENT, one_of, resolved
+from outbox.program.settings import MOMENT, flag_of, one_of, resolved
 from outbox.program.terminal import escaped, named, note
 from outbox_admin import flags
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
@@ -18,11 +18,6 @@ MIN_PREFIX = 4
 #: Max task IDs that are counted if they begin with the same prefix.
 MAX_MATCHES = 100
 PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no other ID begins with them"
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a filter."""
-    return f"--{name.replace('_', '-')}"
 
 
 def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str, **more: object) -> None:
@@ -57,10 +52,10 @@ def explain_none(
     table: "admin.rows.task_table.TaskTable", selected: TaskSelection, options: argparse.Namespace
 ) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the filters, or the states."""
-    if selected.topic is not None and admin.topics.editing.unknown(table, [selected.topic]):
+    if selected.topic is not None and admin.editing.unknown(table, [selected.topic]):
         note(flags.unknown_topics(table, [selected.topic]))
     for state in vars(options).get("states") or filter(None, [selected.state]):
-        count = admin.tasks.selected.count(table, TaskSelection(state=state), exact=False)
+        count = admin.selected.count(table, TaskSelection(state=state), exact=False)
         narrowing = [flag_of(name) for name in FILTERS if vars(options).get(name) is not None]
         excluded = f", but none matches {' and '.join(narrowing)}" if count.number and narrowing else ""
         note(f"{count} in the state {state}{excluded}")
@@ -98,7 +93,7 @@ def full_ids(
     With --yes it refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
     OutboxError.
     """
-    matches = admin.tasks.lookup.beginning_with(table, options.ids, MAX_MATCHES + 1)
+    matches = admin.lookup.beginning_with(table, options.ids, MAX_MATCHES + 1)
     full = {prefix: _full_id("task", prefix, ids, options) for prefix, ids in matches.items()}
     options.ids = [full.get(id, id) for id in options.ids]
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))

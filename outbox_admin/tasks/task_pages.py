@@ -16,7 +16,8 @@ from outbox.table.states import CANCELLED, is_dead
 from outbox_admin import operations
 from outbox_admin.operations import Operation
 from outbox_admin.tasks import lookup
-from outbox_admin.tasks.lookup import SHOWN_BYTES, Task, readable
+from outbox_admin.tasks.lookup import Task
+from outbox_admin.tasks.message_text import readable
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
 from outbox_admin.tasks.task_filters import command_of, is_hopeless, selection_of
 from outbox_admin.tasks.task_flags import MIN_PREFIX
@@ -158,19 +159,18 @@ def show_data(visit: Visit) -> Response:
     ended = {"FinishedAt": COMMIT_TIMESTAMP}
     operations.begin(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author(), **ended)
     attributes, data = _message(visit)
-    given, size = attributes or {}, len(data)
-    kind, lines = readable(data[:SHOWN_BYTES], whole=size <= SHOWN_BYTES)
+    kind, lines, more = readable(data)
     return render(
         visit,
         "tasks/message",
         task=task,
         is_message=attributes is not None,
-        attributes=given,
+        attributes=attributes or {},
         kind=kind,
         lines=lines,
-        size=size,
-        more=max(0, size - SHOWN_BYTES),
-        trace=format_trace_id(span.trace_id) if (span := observing.span_of(given)) else None,
+        size=len(data),
+        more=more,
+        trace=format_trace_id(span.trace_id) if (span := observing.span_of(attributes or {})) else None,
     )
 
 

@@ -24,6 +24,7 @@ from outbox.table.shared_sql import (
 )
 from outbox.table.shared_sql import by_ids as of_ids
 from outbox.table.states import CANCELLED, CONDITIONS, FIRST_DUE_SQL, LATER_SQL, NO_SEQUENCE, RANGES, STATE_SQL
+from outbox_admin.change_kinds import MADE_UNSENT
 from outbox_admin.tasks.selections import ENDED, FILTERS
 
 #: UUIDs, and words with a digit: numbers, IDs, times and addresses. Errors that differ only in them are of one group.
@@ -55,10 +56,6 @@ def listed_columns(names: Iterable[str]) -> str:
 def error_group(error: str | None) -> str:
     """Return what groups an error, as in SQL: the beginning of its first line, without IDs and numbers."""
     return re.sub(_IDS, "#", (error or "").split("\n")[0], flags=re.ASCII)[:_CHARACTERS]
-
-
-#: The state of a cancelled task whose SentAt another program has set to NULL. No worker publishes it.
-MADE_UNSENT = "cancelled_and_made_unsent"
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:

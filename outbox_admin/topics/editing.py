@@ -58,7 +58,7 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Preview:
+class ControlsPreview:
     """What a change would do. `unsent` are the tasks of topics whose route changes, if that of one does."""
 
     difference: Difference
@@ -74,12 +74,12 @@ def preview(
     *,
     exact: bool,
     force: bool = False,
-) -> Preview:
+) -> ControlsPreview:
     """Check a `change`, and return what it would do. `force` does not ask Pub/Sub for the destination of a route."""
     unchecked = None if force or not values else check_destinations(table, [values.get("publish_to")])
     difference = change(table, "controls", topics, values, dry_run=True)
     routed = [topic for topic, rows in difference.items() if len({row and row.publish_to for row in rows}) == 2]
-    return Preview(difference, _unsent(table, routed, exact=exact) if routed else None, unchecked)
+    return ControlsPreview(difference, _unsent(table, routed, exact=exact) if routed else None, unchecked)
 
 
 def _unsent(table: TaskTable, topics: Sequence[str], *, exact: bool) -> Count:
@@ -113,7 +113,7 @@ def change(
 ) -> Difference:
     """Write `values`, by field, to the rows of all `topics` in one transaction, and return the difference.
 
-    The `operation` is pause, resume, probe or controls. Missing rows are created, but a value of None or False needs
+    Missing rows are created, but a value of None or False needs
     a row. Other fields keep their values. Without `values`, the rows are deleted. The transaction also records the
     operation. With `dry_run` it checks the same and writes nothing.
     """
@@ -128,9 +128,12 @@ def change(
     return _write(table, operation, after, author, dry_run=dry_run)
 
 
-def probe(table: TaskTable, topics: Sequence[str], author: Author = UNNAMED) -> None:
-    """Ask all workers to probe these topics once as soon as they read it, if their circuits are open."""
-    change(table, "probe", topics, {"probe_requested_at": table.now()}, author)
+def switch(
+    table: TaskTable, operation: str, topics: Sequence[str], author: Author = UNNAMED, *, dry_run: bool = False
+) -> Difference:
+    """Pause or resume topics, or ask for a `probe`: one publish of each worker whose circuit of the topic is open."""
+    values = {"probe_requested_at": table.now()} if operation == "probe" else {"paused": operation == "pause"}
+    return change(table, operation, topics, values, author, dry_run=dry_run)
 
 
 def apply(

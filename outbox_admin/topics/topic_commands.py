@@ -75,14 +75,17 @@ time that `outbox topics` shows. If it succeeds, the circuit closes.
     outbox topics probe orders \\
         --project my-project --instance main --database shop"""
 
+#: What becomes of a topic that is not paused.
+SWITCHED = {"resume": "resumed", "probe": "probe requested"}
 APPLIED_SOON = "workers apply this within 10 seconds"
+PROBED_SOON = "workers probe within 10 seconds. `outbox topics` shows the open circuits"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
 
 
 def add(commands: Any) -> None:
     """Add the commands to the subparsers `commands`."""
-    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
-    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
+    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_switch)
+    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_switch)
     showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, run_topics)
     add_topics(showing)
     flags.switch(showing, "--json", "Print one JSON object instead of a table")
@@ -90,7 +93,7 @@ def add(commands: Any) -> None:
     actions = showing.add_subparsers(metavar="ACTION")
     setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
     unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
-    probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, run_probe)
+    probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, run_switch)
     flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, run_export)
     applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
 
@@ -105,35 +108,29 @@ def add(commands: Any) -> None:
     applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
     for parser in (setting, applying):
         flags.switch(parser, "--force", "Do not ask Pub/Sub whether a routed topic exists")
-    for parser in (pausing, resuming, setting, unsetting, applying):
+    for parser in (pausing, resuming, probing, setting, unsetting, applying):
         flags.switch(parser, "--dry-run", "Only print the difference")
         flags.switch(parser, "--json", "Print the difference as one JSON object")
-    for parser in (pausing, resuming, probing, setting, unsetting, applying):
         flags.add_reason(parser)
     for parser in (pausing, probing, setting, unsetting, applying):
         flags.switch(parser, "--yes", "Skip the confirmation")
 
 
-def run_pause(options: argparse.Namespace) -> None:
-    """Pause topics. Raises SettingError, NotReached, OutboxError."""
-    table = _open(options, "Pause")
-    _write(table, options, {"paused": True}, "pause")
-    paused = {topic_name(topic, table.project) for topic in options.topics}
-    for topic, controls in sorted(table.controls().items()):
+def run_switch(options: argparse.Namespace) -> None:
+    """Pause, resume or probe topics. Raises SettingError, NotReached, OutboxError."""
+    name = options.command
+    table = _open(options, "" if name == "resume" else name.capitalize())
+    author = flags.author(options)
+    difference = admin.editing.switch(table, name, options.topics, author, dry_run=options.dry_run)
+    _print_change(options, difference, SWITCHED.get(name, ""))
+    if options.dry_run:
+        return
+    note(PROBED_SOON if name == "probe" else APPLIED_SOON)
+    paused = {topic_name(topic, table.project) for topic in options.topics if name == "pause"}
+    for topic, controls in sorted(table.controls().items()) if paused else ():
         to = controls.publish_to
         if to is not None and not controls.paused and topic_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
-
-
-def run_resume(options: argparse.Namespace) -> None:
-    """Resume topics. Raises SettingError, NotReached, OutboxError."""
-    _write(_open(options), options, {"paused": False}, "resume")
-
-
-def run_probe(options: argparse.Namespace) -> None:
-    """Ask for a probe of topics. Raises SettingError, NotReached, OutboxError."""
-    admin.topics.editing.probe(_open(options, "Probe"), options.topics, flags.author(options))
-    note("workers probe within 10 seconds. `outbox topics` shows the open circuits")
 
 
 def run_set(options: argparse.Namespace) -> None:
@@ -150,14 +147,11 @@ def run_unset(options: argparse.Namespace) -> None:
 
 
 def _write(
-    table: "admin.rows.task_table.TaskTable",
-    options: argparse.Namespace,
-    values: dict[str, Any] | None,
-    operation: str = "controls",
+    table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, values: dict[str, Any] | None
 ) -> None:
     """Preview a change, ask if it routes many tasks or removes a row, and write it."""
     topics, force = options.topics, vars(options).get("force", True)
-    found = admin.topics.editing.preview(table, topics, values, exact=options.dry_run, force=force)
+    found = admin.editing.preview(table, topics, values, exact=options.dry_run, force=force)
     to, unsent = (values or {}).get("publish_to") or topics[0], found.unsent
     if found.unchecked:
         note(found.unchecked)
@@ -170,16 +164,12 @@ def _write(
         confirm(f"{escaped(topics[0])} has: {described(row)}. Remove all of it?", yes=options.yes)
     if unsent and unsent.number > CONFIRM_ABOVE:
         confirm(f"{unsent} of {escaped(topics[0])} will be published to {escaped(to)}.", yes=options.yes)
-    difference = admin.topics.editing.change(table, operation, topics, values, flags.author(options))
-    if options.json:
-        _print_difference(options, difference, unsent=unsent)
-    else:
-        for topic, (_, row) in difference.items():
-            say(f"{topic}: {described(row, 'resumed' if operation == 'resume' else '')}")
+    difference = admin.editing.change(table, "controls", topics, values, flags.author(options))
+    _print_change(options, difference, unsent=unsent)
     is_limited = any((values or {}).get(name) for name in LIMITS)
     note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
     if unsent:
-        note(f"{unsent} of {escaped(topics[0])} not sent yet. {admin.topics.editing.ORDERED.format(escaped(to))}")
+        note(f"{unsent} of {escaped(topics[0])} not sent yet. {admin.editing.ORDERED.format(escaped(to))}")
 
 
 def run_topics(options: argparse.Namespace) -> None:
@@ -228,9 +218,9 @@ def run_apply(options: argparse.Namespace) -> None:
     options.topics = list(wanted)
     table = _open(options, "Apply")
     destinations = [] if options.force else [row.publish_to for row in wanted.values()]
-    if unchecked := admin.topics.editing.check_destinations(table, destinations):
+    if unchecked := admin.editing.check_destinations(table, destinations):
         note(unchecked)
-    difference = admin.topics.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
+    difference = admin.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
     changed = _print_difference(options, difference)
     would = "would be " if options.dry_run else ""
     if not options.json:
@@ -239,18 +229,33 @@ def run_apply(options: argparse.Namespace) -> None:
         note(APPLIED_SOON)
 
 
+def _print_change(
+    options: argparse.Namespace,
+    difference: "admin.editing.Difference",
+    switched: str = "",
+    **more: "admin.rows.backlog.Count | None",
+) -> None:
+    """Print the difference, or the rows after the change. `switched` says what has become of them."""
+    if options.json or options.dry_run:
+        _print_difference(options, difference, switched, **more)
+        return
+    for topic, (_, row) in difference.items():
+        say(f"{topic}: {described(row, switched)}")
+
+
 def _print_difference(
     options: argparse.Namespace,
-    difference: "admin.topics.editing.Difference",
+    difference: "admin.editing.Difference",
+    switched: str = "",
     **more: "admin.rows.backlog.Count | None",
 ) -> int:
     """Print the rows that change, with `more` fields of the JSON object, and return their number."""
     changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
     if options.json:
         fields = {name: dataclasses.asdict(count) for name, count in more.items() if count}
-        say(as_json({"dry_run": options.dry_run, **admin.topics.editing.recorded(changed), **fields}))
+        say(as_json({"dry_run": options.dry_run, **admin.editing.recorded(changed), **fields}))
     for topic, (before, after) in sorted(() if options.json else changed.items()):
-        say(f"{topic}: {described(before)} -> {described(after)}")
+        say(f"{topic}: {described(before)} -> {described(after, switched)}")
     return len(changed)
 
 
@@ -267,12 +272,12 @@ def _open(options: argparse.Namespace, verb: str = "") -> "admin.rows.task_table
         each.removeprefix(prefix) if each.startswith("projects/") else prefix + each: each for each in options.topics
     }
     names = {name: topic for name, topic in others.items() if name not in options.topics}
-    for name in sorted(admin.topics.editing.waiting(table, names)):
+    for name in sorted(admin.editing.waiting(table, names)):
         note(
             f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
             "its tasks are not affected"
         )
-    if verb and not options.yes and (unknown := admin.topics.editing.unknown(table, options.topics)):
+    if verb and not options.yes and (unknown := admin.editing.unknown(table, options.topics)):
         found = flags.unknown_topics(table, unknown)
         if vars(options).get("dry_run"):
             note(found)

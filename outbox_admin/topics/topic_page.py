@@ -1,7 +1,7 @@
 """One topic: its tasks by state, its circuit, and its controls with the forms that change them."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,8 +19,8 @@ from outbox_admin.web.visits import Route, Visit, Work, checked, render
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
-#: What the forms without fields write.
-SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"paused": True}, "resume": {"paused": False}}
+#: The forms without fields.
+SWITCHES = ("pause", "resume", "probe")
 
 
 def show(visit: Visit) -> Response:
@@ -67,13 +67,7 @@ def _topic(visit: Visit) -> str:
 
 
 def _switch(visit: Visit) -> Response:
-    operation = visit.path.removeprefix("/topic/")
-    editing.change(visit.console.table, operation, [_known(visit)], SWITCHES[operation], visit.author())
-    return _changed(visit)
-
-
-def _probe(visit: Visit) -> Response:
-    editing.probe(visit.console.table, [_known(visit)], visit.author())
+    editing.switch(visit.console.table, visit.path.removeprefix("/topic/"), [_known(visit)], visit.author())
     return _changed(visit)
 
 
@@ -135,7 +129,7 @@ def _changed(visit: Visit) -> Response:
     return visit.redirect("/topic", name=_topic(visit))
 
 
-def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], editing.Preview]:
+def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], editing.ControlsPreview]:
     """Return the topic, the values and their preview, after the checks of the command."""
     topic, values = _known(visit), _typed(given)
     try:
@@ -173,7 +167,6 @@ ROUTES = (
     Route("/topic/ask", _ask, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     Route("/topic/controls", _show_preview, Role.OPERATOR, work=Work.URGENT),
     Route("/topic/controls", _write, Role.OPERATOR, "POST", Work.URGENT, "/topic/controls"),
-    Route("/topic/probe", _probe, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
     Route("/topic/unset", _unset, Role.OPERATOR, "POST", Work.URGENT, "/topic"),
     *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", Work.URGENT, "/topic") for name in SWITCHES),

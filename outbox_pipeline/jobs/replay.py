@@ -27,8 +27,8 @@ from outbox.table.shared_sql import NOW, by_ids
 from outbox.table.states import TABLE
 from outbox_admin import operations
 from outbox_admin.changes import execution, resending
-from outbox_admin.changes.execution import RETRY_COLUMNS, retry_values
-from outbox_admin.changes.resending import Message
+from outbox_admin.changes.resending import message
+from outbox_admin.changes.writes import RETRY_COLUMNS, retry_values
 from outbox_admin.operations import Author, as_json
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
@@ -239,7 +239,7 @@ def publish_rows(
             found = table.read_ids(("Id", "CancelledBy"), [row["Id"] for row in chunk], _TAG)
             cancelled = {id for id, by in found if by is not None}
             wanted = [row for row in chunk if row["Id"] not in cancelled]
-            refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in wanted])
+            refused = send([message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in wanted])
             for id, why in refused.items():
                 _log.warning("the task %s was not published: %s", escaped(id), escaped(why))
             counts = {"published": len(wanted) - len(refused), "refused": len(refused), "cancelled": len(cancelled)}

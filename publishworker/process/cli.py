@@ -13,7 +13,8 @@ from pathlib import Path
 
 from publishworker import process
 
-_EXAMPLES = """examples:
+_EXAMPLES = """Examples:
+
   publishworker run --project shop --instance main --database orders
   OUTBOX_PROJECT=shop OUTBOX_INSTANCE=main OUTBOX_DATABASE=orders publishworker drain --deadline 600
   publishworker check --project shop --instance main --database orders orders invoices
@@ -69,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="publishworker",
         description="Publish the tasks of the outbox to Pub/Sub.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)

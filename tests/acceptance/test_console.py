@@ -23,6 +23,7 @@ from outbox.errors import SettingError
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER
 from outbox_admin import console_command as console
+from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.web.application import HEADERS
 from outbox_admin.web.console_settings import ConsoleSettings
 from tests.support.browser import (
@@ -155,9 +156,7 @@ def fill(database: Database) -> None:
     rows += [row(f"b{n}", OrderingKey="order-31", AvailableAt=FUTURE, BlockedBy="head") for n in range(4)]
     insert(database, [*rows, row("long", Topic=long), row("markup", Topic="<script>alert(1)</script>")])
     table, author = TaskTable(opened(database)), admin.operations.Author("jane@example.com", long)
-    admin.changes.execution.begin(
-        table, "retry", admin.tasks.selections.TaskSelection(state="dead", topic=long), author, id=STOPPED, selected=9
-    )
+    admin.execution.begin(table, "retry", TaskSelection(state="dead", topic=long), author, id=STOPPED, selected=9)
     admin.operations.stop(table, STOPPED, author)
 
 
@@ -452,12 +451,12 @@ def test_live_update_keeps_focus_and_selection(database: Database, browser: Brow
 @pytest.mark.extended
 def test_an_operation_that_ends_can_no_longer_be_stopped(database: Database, browser: Browser) -> None:
     table, author = TaskTable(opened(database)), admin.operations.Author("jane")
-    selection = admin.tasks.selections.TaskSelection(state="dead", topic="orders")
+    selection = TaskSelection(state="dead", topic="orders")
     with gated_console(opened(database)) as gate, tab(browser, gate.address) as page:
-        admin.changes.execution.begin(table, "retry", selection, author, id=STOPPED, selected=0)
+        admin.execution.begin(table, "retry", selection, author, id=STOPPED, selected=0)
         page.goto(f"/operation?id={STOPPED}")
         expect(page.get_by_role("button", name="Stop")).to_be_visible()
-        list(admin.changes.execution.resume(table, STOPPED))
+        list(admin.execution.resume(table, STOPPED))
         page.evaluate(ASK)
         expect(page.locator("#live")).to_contain_text("finished")
         expect(page.locator("main form")).to_have_count(0)

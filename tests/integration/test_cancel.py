@@ -22,9 +22,9 @@ from outbox.rows import task_table as admin_table
 from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
+from outbox_admin.change_kinds import ANY_UNSENT
 from outbox_admin.changes import execution
 from outbox_admin.schema.reshard import Resharding
-from outbox_admin.tasks import selections
 from outbox_admin.tasks.selections import TaskSelection
 from publishworker.telemetry import metrics as m
 from tests.support import real
@@ -56,7 +56,7 @@ def cancel(request: pytest.FixtureRequest, database: Database, run_async: Callab
     elif request.param == "operator":
 
         def cancelled(*ids: str) -> list[bool]:
-            selection = TaskSelection(state=selections.ANY_UNSENT, ids=ids)
+            selection = TaskSelection(state=ANY_UNSENT, ids=ids)
             [outcome] = execution.change(TaskTable(database), "cancel", selection)
             return [id in outcome.changed for id in ids]
 

@@ -187,11 +187,11 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
     assert (missing.status_code, "does not exist" in missing.text, "--force" in missing.text) == (400, True, False)
     with monkeypatch.context() as patch:
-        patch.setattr(admin.topics.editing, "check_topic", lambda *_: "Pub/Sub does not say whether it exists: 403")
+        patch.setattr(admin.editing, "check_topic", lambda *_: "Pub/Sub does not say whether it exists: 403")
         unknown = text(caller.post("/topic/check?name=orders", headers=SAME).text)
     assert "It is unknown whether the topic exists. Pub/Sub does not say whether it exists: 403" in unknown
     assert "Nothing was changed" not in unknown
-    admin.topics.editing.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
+    admin.editing.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
     caller = console(database)
     page = caller.get("/topic?name=a/b").text
     assert re.search(r"Last change: pause [\d.]+s ago", text(page))
@@ -272,7 +272,7 @@ def fill(database: Database) -> None:
     rows = [row(f"{state}{n}", **each) for state, found in OF_STATES.items() for n, each in enumerate(found)]
     insert(database, [*rows, row("head", OrderingKey="k"), row("keyed", OrderingKey="k")])
     table = TaskTable(opened(database))
-    admin.changes.execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
+    admin.execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
 
 
 @pytest.mark.extended

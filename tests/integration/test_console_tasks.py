@@ -56,8 +56,8 @@ def test_some_tasks_are_selected(database: Database, table: TaskTable, jane: Tes
     insert(database, [row("a", **DEAD), row("b", **DEAD), row("old", **DEAD, ExpiresAt=PAST), row("pending")])
     page = jane.get("/tasks/retry?id=a&id=old&id=pending&id=gone").text
     assert "Retry 1 task" in page
-    for reason in ("ExpiresAt has passed", "a pending task needs no retry", "not in the table"):
-        assert f"1 is not changed: {reason}" in page
+    for reason in ("because ExpiresAt has passed", "because pending tasks need no retry", "not in the table"):
+        assert f"1 task would not be changed, {reason}" in page
     [link] = [html.unescape(each) for each in re.findall(r'href="(/tasks/retry[^"]+)"', page)]
     assert finished(table, begun(jane, link, reason="")).tasks == 2
     assert dead(database) == {"b"}

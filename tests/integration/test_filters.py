@@ -13,10 +13,10 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox.base.values import shown
+from outbox.program.settings import flag_of
 from outbox.rows.task_table import TaskTable
-from outbox.table.states import CHANGED
+from outbox_admin.change_kinds import KINDS
 from outbox_admin.tasks.selections import ENDED, FILTERS, TaskSelection
-from outbox_admin.tasks.task_flags import flag_of
 from outbox_admin.topics import editing
 from tests.support.commands import Commands
 from tests.support.console import begun, console, finished
@@ -81,10 +81,10 @@ def test_lists_are_narrowed_by_each_filter(database: Database, outbox: Commands,
 @pytest.mark.parametrize(
     ("name", "change", "state"),
     [
-        (name, change, next(state for state in states if state in FILTERS[name].states))
+        (name, change, next(state for state in kind.states if state in FILTERS[name].states))
         for name in FILTERS
-        for change, states in CHANGED.items()
-        if {*states} & {*FILTERS[name].states}
+        for change, kind in KINDS.items()
+        if {*kind.states} & {*FILTERS[name].states}
     ],
 )
 def test_changes_are_narrowed_by_each_filter(  # noqa: PLR0917 - cases

@@ -1,12 +1,11 @@
-"""Retry, cancel, purge and restore change the selected tasks and no others, by function, command and page."""
+"""Retry, cancel, purge and restore change the selected tasks and no others."""
 
 import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -18,14 +17,13 @@ from outbox.rows.backlog import Count
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, NEVER, UNSENT
 from outbox_admin import operations
+from outbox_admin.change_kinds import ANY_UNSENT, KINDS, MADE_UNSENT, NEWCOMER
 from outbox_admin.changes import change_sql, chunks, execution
 from outbox_admin.operations import Author
-from outbox_admin.tasks import lookup, selected, selections, task_sql
+from outbox_admin.tasks import lookup, selected, task_sql
 from outbox_admin.tasks.selections import TaskSelection
-from outbox_admin.tasks.task_filters import address_of
 from outbox_admin.topics import editing
-from tests.support.commands import Commands, selecting
-from tests.support.console import begun, console, finished
+from tests.support.commands import Commands
 from tests.support.operations import (
     CREATED,
     FUTURE,
@@ -95,15 +93,9 @@ CASES: dict[str, Case] = {
     "retry IDs": ("retry", {"ids": IDS}, [*IDS[:4]], {"pending": 2, "blocked": 1, "expired": 1, "missing": 1}),
     "retry IDs in a state": ("retry", {"ids": IDS[:3], "state": "dead"}, ["head"], {"retrying": 1, "sent": 1}),
 }  # fmt: skip
-#: As a function only. No command selects by ordering key.
-ONE_WAY = {*OF_EACH_STATE, "cancel in a window", "retry of a key", "retry retrying", "retry IDs in a state"}
-#: As a function, and in the extended tests as a command and a page.
-QUICK_ONE_WAY = {"cancel dead", "retry dead", "retry expired", "retry sent"}
 #: Those that a selection without ids may be of.
 RETRIED = ("dead", "retrying", "sent")
 SENT = {"SentAt": PAST}
-#: Returns the number of the preview, and how many tasks it refuses.
-Way = Callable[[Emulators, Database, TaskTable, str, TaskSelection], tuple[int, int]]
 
 
 @pytest.fixture(autouse=True)
@@ -112,56 +104,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PAGE", 4)
 
 
-def function(
-    _: Emulators, _database: Database, table: TaskTable, name: str, selection: TaskSelection
-) -> tuple[int, int]:
-    at = table.now()
-    selection = dataclasses.replace(
-        selection, state=selection.state or execution.OF_IDS[name], as_of=at, until=selection.until or at
-    )
-    preview = chunks.preview(table, selection, name)
-    assert sum(number for *_, number in preview.groups) == preview.tasks
-    assert len(changed(execution.change(table, name, selection, Author(reason="why")))) == preview.tasks
-    return preview.tasks, sum(preview.refused.values())
-
-
-def command(
-    emulators: Emulators, database: Database, _: TaskTable, name: str, selection: TaskSelection
-) -> tuple[int, int]:
-    words = [name, *selecting(selection)]
-    words += ["--include-expired"] if name == "retry" and selection.include_expired else []
-    outbox = Commands(emulators, database)
-    dry, done = outbox.here(*words, "--dry-run"), outbox.here(*words, "--yes", "--reason=why")
-    number = re.match(r"(\d+) tasks? would (become due now|be deleted|be cancelled)\n", dry.stdout)
-    assert number
-    effect = {"retry": "due now", "purge": "deleted", "cancel": "cancelled"}[name]
-    assert done.stdout == f"{effect}: {number[0].partition(' would')[0]}\n"
-    refused = re.findall(r"(\d+) tasks? would not be changed", dry.stderr)
-    return int(number[1]), sum(map(int, refused))
-
-
-def page(_: Emulators, database: Database, table: TaskTable, name: str, selection: TaskSelection) -> tuple[int, int]:
-    query = {each: value for each, value in address_of(selection).items() if value}
-    address, jane = f"/tasks/{name}?{urlencode(query, doseq=True)}", console(database)
-    text = jane.get(address).text
-    number = re.search(rf"{name.title()} (\d+) task", text)
-    assert number
-    operation = finished(table, begun(jane, address, typed=number[1]))
-    assert (operation.principal, operation.selected) == ("jane@example.com", int(number[1]))
-    return int(number[1]), sum(map(int, re.findall(r"(\d+) (?:is|are) not changed: ", text)))
-
-
-@pytest.mark.parametrize(
-    ("way", "case"),
-    [
-        pytest.param(way, case, marks=[pytest.mark.extended] * (way is not function and case in QUICK_ONE_WAY))
-        for case in CASES
-        for way in (function, command, page)
-        if way is function or case not in ONE_WAY
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_change_counts_changes_and_records_the_selected_tasks(
-    emulators: Emulators, database: Database, table: TaskTable, way: Way, case: str
+    database: Database, table: TaskTable, case: str
 ) -> None:
     """Chunk by chunk. A retry writes nothing else, keeps the age of a retried task, and an ExpiresAt in the future.
 
@@ -171,7 +116,14 @@ def test_a_change_counts_changes_and_records_the_selected_tasks(
     insert(database, [row(id, **each) for of_state in ROWS.values() for id, each in of_state.items()])
     before, begun = rows_of(database), table.now()
     selection = TaskSelection(**{"include_expired": name != "retry"} | given)
-    assert way(emulators, database, table, name, selection) == (len(ids), sum(refused.values()))
+    at = table.now()
+    selection = dataclasses.replace(
+        selection, state=selection.state or KINDS[name].of_ids, as_of=at, until=selection.until or at
+    )
+    preview = chunks.preview(table, selection, name)
+    assert (preview.tasks, preview.refused) == (len(ids), refused)
+    assert sum(number for *_, number in preview.groups) == preview.tasks
+    assert changed(execution.change(table, name, selection, Author(reason="why"))) == sorted(ids)
     after = rows_of(database)
     if name == "retry":
         for id in ids:
@@ -295,7 +247,7 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
             outcomes += execution.resume(table, f"{of_ids}") if how == "continue" else ()
         assert changed(outcomes) == stay
         unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
-        came = dict.fromkeys(come if of_ids else (), execution.NEWCOMER)
+        came = dict.fromkeys(come if of_ids else (), NEWCOMER)
         assert unchanged == dict.fromkeys(leave, "pending") | came | dict.fromkeys(go, "missing")
         operation = operations.operation(table, f"{of_ids}") or operations.latest(table, 1)[0]
         assert operation.unchanged == Counter(unchanged.values())
@@ -325,7 +277,7 @@ def update_rows(database: Database, **columns: Any) -> None:
         update(database, id, **columns)
 
 
-def of_ids(*ids: str, state: str = selections.ANY_UNSENT) -> TaskSelection:
+def of_ids(*ids: str, state: str = ANY_UNSENT) -> TaskSelection:
     return TaskSelection(state=state, ids=ids)
 
 
@@ -459,7 +411,7 @@ def test_a_cancelled_task_that_sql_made_unsent_is_restored_or_cancelled_again(
     update_rows(database, SentAt=None)
     for name, state in (("retry", "dead"), ("purge", CANCELLED)):
         [outcome] = execution.change(table, name, of_ids("a", "b", state=state))
-        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {task_sql.MADE_UNSENT})
+        assert (outcome.changed, {*outcome.unchanged.values()}) == ((), {MADE_UNSENT})
     assert changed(execution.change(table, "cancel", of_ids("a"))) == ["a"]
     assert restore(table, ids=["a", "b"]) == ["a", "b"]
     assert {id for id, each in rows_of(database).items() if each["SentAt"] or each["CancelledBy"]} == set()

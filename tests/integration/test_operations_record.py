@@ -221,7 +221,7 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
     assert (stop.operation, stop.selection) == ("stop", '{"operation": "other layout"}')
     for id, reason in {
         "too many": "operation too many cannot be continued: its record does not contain the whole selection",
-        stop.id: "is not a retry, resend, purge, cancel or restore",
+        stop.id: "is not a retry, resend, cancel, purge or restore",
         "gone": "does not exist",
         **{id: why for id, (_, why) in BROKEN.items()},
     }.items():

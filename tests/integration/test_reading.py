@@ -1,22 +1,19 @@
-"""Lists of tasks by function, command and page, single tasks, and `outbox.reader`, which follows sent tasks."""
+"""Lists of tasks, single tasks, and `outbox.reader`, which follows sent tasks."""
 
 import itertools
-import re
 import threading
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 from unittest import mock
-from urllib.parse import unquote_plus, urlencode
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
-from starlette.testclient import TestClient
 
 import outbox
 from outbox import reading
@@ -29,11 +26,7 @@ from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER, STATES, UNSENT
 from outbox_admin.tasks import lookup
 from outbox_admin.tasks.selections import TaskSelection
-from outbox_admin.tasks.task_filters import address_of
 from outbox_admin.value_types import TEXT
-from outbox_admin.web import visits
-from tests.support.commands import Commands, selecting
-from tests.support.console import console
 from tests.support.fakes import serialized
 from tests.support.operations import (
     CREATED,
@@ -167,7 +160,7 @@ def test_a_list_compares_a_bounded_number_of_tasks(
     assert lookup.find(table, limit=3).whole is False
     assert lookup.find(table, limit=5).whole is True
     few = TaskSelection(id_prefix="4")
-    assert lookup.find(table, selection=few, limit=2) == lookup.Page([], mock.ANY, None, whole=False)
+    assert lookup.find(table, selection=few, limit=2) == lookup.TaskList([], mock.ANY, None, whole=False)
     assert len(lookup.find(table, selection=few, limit=5).tasks) == 1
 
 
@@ -206,34 +199,8 @@ SELECTED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-def by_function(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
-    table = caller.app.console.table  # type: ignore[attr-defined]  # an ASGI callable
-    page = lookup.find(table, [str(selection.state)], selection)
-    return [task.columns["Id"] for task in page.tasks]
-
-
-def by_command(command: Commands, _caller: TestClient, selection: TaskSelection) -> list[str] | None:
-    """Return None if no flag selects these tasks."""
-    if selection.id_prefix:
-        return None
-    return [task["id"] for task in command.objects("list", "--json", "--oldest", *selecting(selection))]
-
-
-def by_page(_command: Commands, caller: TestClient, selection: TaskSelection) -> list[str]:
-    query = {name: value for name, value in address_of(selection).items() if value}
-    page = caller.get(f"/tasks?{urlencode(query | {'state': selection.state, 'order': 'oldest'})}").text
-    return [unquote_plus(id) for id in re.findall(r'name="exact" value="id=([^"]+)"', page)]
-
-
-@pytest.mark.parametrize("way", [by_function, pytest.param(by_command, marks=pytest.mark.extended), by_page])
-def test_a_list_has_the_selected_tasks_in_their_order(
-    outbox: Commands,
-    database: Database,
-    monkeypatch: pytest.MonkeyPatch,
-    way: Callable[[Commands, TestClient, TaskSelection], list[str] | None],
-):
+def test_a_list_has_the_selected_tasks_in_their_order(database: Database, table: TaskTable) -> None:
     """`since` is inclusive and `until` exclusive, of SentAt for sent tasks. No character of an error is a pattern."""
-    monkeypatch.setattr(visits, "FRESH_SECONDS", 3_600.0)
     for state in ("pending", "dead", "sent"):
         columns, time = OF_STATES[state][0], "SentAt" if state == "sent" else "CreatedAt"
         rows = [(f"{state}-{name}", columns | {time: EDGE + delta}) for name, delta in AROUND.items()]
@@ -241,10 +208,9 @@ def test_a_list_has_the_selected_tasks_in_their_order(
     insert(database, [row(name, LastError=error, AvailableAt=NEVER, Topic="errors") for name, error in ERRORS.items()])
     insert(database, [row("aa", OrderingKey="k"), row("ab", OrderingKey="K"), row("b", OrderingKey="k")])
     insert(database, [row("a%", SentAt=PAST)])
-    caller = console(database)
     for state, narrowed, ids in SELECTED:
-        found = way(outbox, caller, TaskSelection(state=state, **narrowed))
-        assert found in (ids, None), (state, narrowed)
+        found = lookup.find(table, [state], TaskSelection(**narrowed)).tasks
+        assert [task.columns["Id"] for task in found] == ids, (state, narrowed)
 
 
 def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database: Database, watch: Watch):

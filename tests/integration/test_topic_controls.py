@@ -1,4 +1,4 @@
-"""Topic controls by function, command and page, and in files: rows, records, output and refusals."""
+"""Topic controls by command and page, and in files: rows, records, output and refusals."""
 
 import dataclasses
 import io
@@ -18,13 +18,10 @@ from starlette.testclient import TestClient
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.errors import OutboxError
 from outbox.rows.task_table import TaskTable
-from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
+from outbox.table.controls import COLUMNS, TABLE
 from outbox.table.controls import TopicControls as Controls
 from outbox_admin import operations
-from outbox_admin.operations import Author
-from outbox_admin.topics import editing
 from outbox_admin.web.visits import Shared
 from tests.support.commands import Commands
 from tests.support.console import SAME, console, form_of, text
@@ -65,20 +62,6 @@ def recorded(database: Database) -> tuple[str, Any]:
     latest, *_ = operations.latest(TaskTable(database), 20)  # IDs tell seconds apart, but not parts of one
     assert latest.finished_at is not None
     return latest.operation, json.loads(latest.selection)
-
-
-def by_function(_command: Commands, caller: TestClient, topic: str, change: Change) -> str:
-    table = caller.app.console.table  # type: ignore[attr-defined]  # an ASGI callable
-    try:
-        values = {
-            NAMES[name]: None if value is None else VALUES[NAMES[name]].kind.value(value, name)
-            for name, value in change.items()
-        }
-        editing.preview(table, [topic], values, exact=True)
-        editing.change(table, "controls", [topic], values, Author(reason="why"))
-    except OutboxError as error:
-        return str(error)
-    return ""
 
 
 def by_command(command: Commands, _caller: TestClient, topic: str, change: Change) -> str:
@@ -154,7 +137,7 @@ QUICK = {"other values stay", "durations", "removed values", "a rate alone", "no
         (by_page, QUICK),
         *(
             pytest.param(adapter, names, marks=pytest.mark.extended)
-            for adapter, names in ((by_function, CASES), (by_command, CASES), (by_page, CASES.keys() - QUICK))
+            for adapter, names in ((by_command, CASES), (by_page, CASES.keys() - QUICK))
         ),
     ],
 )
@@ -198,7 +181,12 @@ def test_a_change_writes_the_row_and_its_record_or_nothing(  # noqa: PLR0917 - p
 def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: Command, tmp_path: Path) -> None:
     """The page offers it while a circuit is open. A file does not have it, and leaves it."""
     have(database, "orders")
-    assert command("topics probe orders").code == 0
+    assert command("topics probe orders --dry-run").stdout == "orders: no row -> probe requested\n"
+    assert rows(database) == {}
+    assert json.loads(command("topics probe orders --json").stdout) == {
+        "dry_run": False,
+        "topics": {"orders": {"paused": [None, False]}},
+    }
     first = rows(database)["orders"].probe_requested_at
     caller = console(database)
     assert "Probe now" not in caller.get("/topic?name=orders").text

@@ -19,8 +19,8 @@ from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, NO_SEQUENCE, TABLE, first_due, is_dead
+from outbox_admin.change_kinds import MADE_UNSENT
 from outbox_admin.changes import change_sql
-from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selected import Row
 from outbox_admin.tasks.selections import TaskSelection
 from publishworker.types import TopicKey
@@ -126,7 +126,7 @@ class Work:
         assert self._selection is not None
         values = dataclasses.asdict(row) | {"now": now, "error": row.last_error, "bytes": len(row.data)}
         is_made_unsent = row.cancelled_by is not None and row.sent_at is None
-        state = task_sql.MADE_UNSENT if is_made_unsent else state_of(row, now)
+        state = MADE_UNSENT if is_made_unsent else state_of(row, now)
         values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
         self.states[row.id] = state
         values |= {"state": state, "matches": matches(self._selection, row, now)}

@@ -22,9 +22,9 @@ from outbox.reading import Reader, SentTask, SentTasks
 from outbox.rows import counts_sql
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED, CHANGED, TABLE, is_dead
+from outbox.table.states import CANCELLED, TABLE, is_dead
+from outbox_admin.change_kinds import KINDS, MADE_UNSENT
 from outbox_admin.changes import execution
-from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selections import TaskSelection
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import Commands, Work, attribute, transact
@@ -202,7 +202,7 @@ class Operators:
         """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk."""
         name = random.choice(["retry", "cancel", "purge"])
         others = set() if self.plan.restores else {"pending"}
-        state = random.choice([each for each in CHANGED[name] if each not in others])
+        state = random.choice([each for each in KINDS[name].states if each not in others])
         now = self.table.time()
         selection = TaskSelection(state=state, topic=random.choice([*self.world.topics, None]), as_of=now)
         if state == "sent":
@@ -216,7 +216,7 @@ class Operators:
             self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
         for id in changed - seen:
             self.audit.problem(f"{id} was changed by a {name} of {state} tasks, and not in its preview")
-        fitting = {state, task_sql.MADE_UNSENT} if name == "cancel" else {state}
+        fitting = {state, MADE_UNSENT} if name == "cancel" else {state}
         for id in changed & {id for id, each in commands.states.items() if each not in fitting}:
             self.audit.problem(f"{id} was {commands.states[id]}, and was changed by a {name} of {state} tasks")
         released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}

@@ -24,13 +24,10 @@ from unittest import mock
 
 from google.cloud.spanner_v1.database import Database
 
-from outbox.base.values import shown
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
 from outbox_admin import cli
-from outbox_admin.tasks.selections import TaskSelection
-from outbox_admin.tasks.task_flags import flag_of
 from tests.support import fork_server, operations, real
 from tests.support.operations import Row
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started
@@ -166,13 +163,6 @@ def row(id: str, state: str = "pending", *, topic: str = "orders", age: timedelt
         "sent": {"SentAt": now - age},
     }
     return operations.row(id, **{"Topic": topic, "Data": b"", "CreatedAt": now - age, **states[state], **columns})
-
-
-def selecting(selection: TaskSelection) -> list[str]:
-    """Return the words of a command that select these tasks."""
-    given = {"state": selection.state} | selection.values
-    texts = {name: shown(value) if isinstance(value, datetime) else value for name, value in given.items() if value}
-    return [*(selection.ids or ()), *(f"{flag_of(name)}={text}" for name, text in texts.items())]
 
 
 def table(database: Database, condition: str = "TRUE") -> dict[str, tuple[Any, ...]]:

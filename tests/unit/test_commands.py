@@ -311,9 +311,7 @@ def test_a_command_without_its_extra_says_what_to_install(
 
 def test_prefixes_become_full_ids(monkeypatch: pytest.MonkeyPatch):
     full = {"0e3c": ["0e3c-1"], "7f21": ["7f21-2"], "exact-id": ["exact-id", "exact-id-3"]}
-    monkeypatch.setattr(
-        admin.tasks.lookup, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes}
-    )
+    monkeypatch.setattr(admin.lookup, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes})
     table = cast("Any", None)
     options = parsed("cancel", "--reason", "7f21", "0e3c", "7f21", "exact-id")
     assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
@@ -340,7 +338,7 @@ def test_tasks_that_were_not_changed_are_explained(capsys: pytest.CaptureFixture
     for unchanged, code, output in (
         ({}, 0, ""),
         ({"a": "pending"}, 0, "1 task not changed, because pending tasks need no retry: a"),
-        ({"b": "sent"}, 1, "1 task not changed, because of the flags or the state, which is sent: b"),
+        ({"b": "sent"}, 1, "1 task not changed, because of a filter or the state, which is sent: b"),
         ({"c\x1b": "missing"}, 1, "1 task not changed, not in the table: c\\x1b"),
         (twelve, 1, f"12 tasks not changed, not in the table: {first_ten}, ..."),
     ):

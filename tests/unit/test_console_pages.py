@@ -17,8 +17,9 @@ from starlette.datastructures import QueryParams
 
 import outbox_admin as admin
 from outbox.base.values import shown
-from outbox.table.states import CANCELLED, CHANGED, STATES
+from outbox.table.states import CANCELLED, STATES
 from outbox_admin import cli
+from outbox_admin.change_kinds import KINDS
 from outbox_admin.changes.running import Running
 from outbox_admin.operations import INTERRUPTED_AFTER, Operation
 from outbox_admin.tasks.selections import TaskSelection
@@ -68,7 +69,7 @@ def test_a_time_without_an_offset_is_in_utc_as_all_times_of_a_page(text: str) ->
 def test_an_operation_whose_thread_cannot_start_can_be_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a limit of processes. Otherwise it would be running until the console ends."""
     executed = threading.Event()
-    monkeypatch.setattr(admin.changes.execution, "resume", lambda _table, _id: executed.set() or ())
+    monkeypatch.setattr(admin.execution, "resume", lambda _table, _id: executed.set() or ())
     running = Running(mock.Mock())
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         running.start("an-id")
@@ -119,7 +120,9 @@ ONE_FILTER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", ONE_FILTER)
-@pytest.mark.parametrize(("name", "states"), [*CHANGED.items(), ("list", (*STATES, CANCELLED))])
+@pytest.mark.parametrize(
+    ("name", "states"), [("list", (*STATES, CANCELLED)), *((name, kind.states) for name, kind in KINDS.items())]
+)
 def test_a_filter_that_a_command_does_not_have_leads_to_no_command(
     name: str, states: tuple[str, ...], field: str
 ) -> None:

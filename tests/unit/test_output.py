@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.program.terminal import as_json, cell, complain, prepare_streams, say, table
 from outbox_admin.cli import main as outbox
-from outbox_admin.tasks import lookup, task_commands
+from outbox_admin.tasks import message_text, task_commands
 from outbox_pipeline.cli import main as outbox_pipeline
 from publishworker.process.cli import main as publishworker
 
@@ -108,7 +108,7 @@ def test_a_table_has_a_line_for_each_row_and_straight_columns(rows: list[tuple[A
         (rb'[{ }, [], "\u00fc\"{,"]', "JSON", '[\n  {},\n  [],\n  "ü\\"{,"\n]'),
         (b"{not JSON}", "text", "{not JSON}"), (b"a\r\nb\n\n\tc", "text", "a\nb\n\n        c"),
         ("Grüße 🎉".encode(), "text", "Grüße 🎉"), ("👨\u200d👩".encode(), "text", r"👨\u200d👩"),
-        ("a\xa0b\u202ec".encode(), "text", r"a\xa0b\u202ec"), (b"[" * 100_000, "text", "[" * 100_000),
+        ("a\xa0b\u202ec".encode(), "text", r"a\xa0b\u202ec"), (b"[" * 60_000, "text", "[" * 60_000),
         (b"a\x00b", "hex", "61 00 62"), (b"\x1b[2J", "hex", "1b 5b 32 4a"), ("\x9b2J".encode(), "hex", "c2 9b 32 4a"),
         (b"\xff\xfe", "hex", "ff fe"), (b"a\xc3", "hex", "61 c3"), (b"\xed\xa0\x80", "hex", "ed a0 80"),
         (bytes(33), "hex", " ".join(["00"] * 32) + "\n00"),
@@ -119,7 +119,7 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
 
     Bytes that are no text or hold control codes are hex.
     """
-    assert lookup.readable(data, whole=True) == (kind, shown.split("\n"))
+    assert message_text.readable(data) == (kind, shown.split("\n"), 0)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +129,16 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
 )
 def test_of_json_that_is_nested_deeply_only_the_first_levels_are_indented(text: str):
     """65 kB with 900 levels would be lines of 58 MB."""
-    kind, lines = lookup.readable(text.encode(), whole=True)
+    kind, lines, _ = message_text.readable(text.encode())
     assert kind == "JSON"
     assert "".join(lines).replace(" ", "") == text
-    assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * lookup.MAX_LEVELS
+    assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * message_text.MAX_LEVELS
 
 
-@given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
-def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
+@given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")))
+def test_no_control_code_of_data_reaches_the_terminal(data: bytes):
     """Whatever was published."""
-    kind, lines = lookup.readable(data, whole=whole)
+    kind, lines, _ = message_text.readable(data)
     assert kind in ("JSON", "text", "hex")
     assert all(harmless(line) for line in lines)
 
@@ -146,7 +146,7 @@ def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
 @pytest.mark.parametrize("before", range(4))
 def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch: pytest.MonkeyPatch):
     """The limit is in bytes, and a character may have four: its remaining part is left out. Other bytes make it hex."""
-    monkeypatch.setattr(lookup, "SHOWN_BYTES", 8)
+    monkeypatch.setattr(message_text, "SHOWN_BYTES", 8)
     data = ("a" * (5 + before) + "🎉" + "b" * 20).encode()
     assert list(task_commands._data_lines(data)) == [
         f"Data         {len(data)} bytes, text",
@@ -158,7 +158,7 @@ def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch
         "  61 62 ff 64 61 62 ff 64",
     ]
     # A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines.
-    monkeypatch.setattr(lookup, "SHOWN_BYTES", 4)
+    monkeypatch.setattr(message_text, "SHOWN_BYTES", 4)
     assert list(task_commands._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
     cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more byte: --raw writes all"]
     assert list(task_commands._data_lines(b"[12 ]")) == cut

@@ -21,7 +21,7 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 from outbox.errors import NotReached, OutboxError
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from outbox_admin.changes import resending
-from outbox_admin.changes.resending import Message
+from outbox_admin.changes.resending import message
 from publishworker.pubsub.publisher import PubSubPublisher, topic_filter
 from publishworker.types import Failed, LockedRow
 from tests.support.fakes import serialized
@@ -245,8 +245,8 @@ def test_an_unsendable_message_stops_its_key(publisher: PubSubPublisher, bad: Lo
 REPLAY = "projects/project/topics/replay"
 
 
-def to_resend(*ids: str, key: str | None = None, **data: bytes) -> list[Message]:
-    return [Message(id, key, serialized(data.get(id, b"data")), datetime.now(UTC)) for id in ids]
+def to_resend(*ids: str, key: str | None = None, **data: bytes) -> list[LockedRow]:
+    return [message(id, key, serialized(data.get(id, b"data")), datetime.now(UTC)) for id in ids]
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_a_refused_message_is_named_and_the_others_go_on(publisher: PubSubPublis
     """Also those behind it in its ordering key, and behind one that needs no request to be refused."""
     server.publish = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "no schema"))
     batch = to_resend("a", "bad", "b", "large", "c", key=key, bad=b"poison", large=bytes(10_400_000))
-    broken = Message("broken", key, b"\xff", datetime.now(UTC))
+    broken = message("broken", key, b"\xff", datetime.now(UTC))
     refused = resending.send(publisher, REPLAY, [broken, *batch])
     assert {id: why.split(":")[0] for id, why in refused.items()} == {
         "broken": "undecodable",

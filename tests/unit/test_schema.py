@@ -18,9 +18,9 @@ from outbox.rows.task_table import TaskTable
 from outbox.table import applying, ddl, schema
 from outbox.table.ddl import Layout, by_layout
 from outbox_admin.operations import Operation
+from outbox_admin.schema.query_plans import lines, problems
 from outbox_admin.schema.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
 from outbox_admin.schema.split_points import POINTS_PER_NODE, points
-from outbox_admin.verify import lines, problems
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
