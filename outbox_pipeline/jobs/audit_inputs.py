@@ -20,7 +20,8 @@ from outbox.table.connection import open_database
 from outbox.table.timeouts import retry_and_timeout
 from outbox.table.transactions import table_errors
 from outbox_pipeline import schemas
-from outbox_pipeline.job_settings import AuditSettings, format_of
+from outbox_pipeline.file_names import format_of
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.rows.text_files import TextFiles
 from outbox_pipeline.rows.texts import ADDED, ADDED_PREFIXES, EPOCH
 from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS, KeyPart, column, key_parts
@@ -53,7 +54,7 @@ def messages(spark: SparkSession, settings: AuditSettings) -> DataFrame:
         form = format_of(settings.received) or "parquet"
     given = checked(spark, settings.received, form)
     if form == "avro":  # needs no jar, but a Spark task holds a whole file in memory
-        files = given.reader(only_files=True).format("binaryFile").load(given.path)
+        files = given.reader().format("binaryFile").load(given.path)
         return files.select("path", "content").mapInArrow(_decode, MESSAGES)
     if form == "json":
         given.check_columns(LINES.names)
