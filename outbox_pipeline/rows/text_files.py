@@ -126,10 +126,10 @@ def _csv(head: Sequence[str], lines: Iterable[bytes], *, is_first: bool) -> Iter
             why = f"the line has {len(fields)} values, but the header has {len(head)} columns"
         if why and '\\"' in text:
             why += ". Double the quotes inside of quotes instead of a backslash. Spark needs the option escape='\"'"
-        yield (text, {}, why, ()) if why else _values(head, fields, text)
+        yield (text, {}, why, ()) if why else _csv_line(head, fields, text)
 
 
-def _values(head: Sequence[str], fields: Sequence[str], text: str) -> _Found:
+def _csv_line(head: Sequence[str], fields: Sequence[str], text: str) -> _Found:
     values: dict[str, str | None] = dict(zip(head, fields, strict=True))
     unsure = [name for name, value in values.items() if not value or _NULL.fullmatch(value)]
     nulls = []

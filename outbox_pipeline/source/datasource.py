@@ -35,7 +35,7 @@ from outbox_pipeline.job_settings import RATE
 from outbox_pipeline.rows.register_rows import COUNTS, Writer, check, complete, in_key_order, json_line
 from outbox_pipeline.rows.texts import MICROSECOND
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.filters import ColumnFilter, bounds, equal, of_columns
+from outbox_pipeline.source.filters import ColumnFilter, equal, of_columns, time_bounds
 from outbox_pipeline.source.parts import IdsPart, RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, read_partitions, read_parts, report
@@ -70,7 +70,7 @@ _DATABASE = {
 }  # fmt: skip
 #: What Spark adds to the options of CREATE TABLE, which it also passes a second time, as `option.NAME`.
 _OF_TABLE = {"collation", "comment", "external", "is_managed_location", "location", "owner", "path", "provider"}
-_COLUMNS = tuple(schemas.TASK.fieldNames())
+_COLUMNS = tuple(schemas.SOURCE.fieldNames())
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ _OF_WRITER = {
 }
 
 
-def parse(
+def parse_options(
     options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
 ) -> tuple[dict[str, Any], DatabaseSettings]:
     """Return the values of the `options` that are given, and their database. Raises SettingError."""
@@ -128,7 +128,7 @@ def read_tasks(
 
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
-    schema = StructType([schemas.TASK[name] for name in columns])
+    schema = StructType([schemas.SOURCE[name] for name in columns])
     reader = OutboxReader({"partitions": read_partitions(spark)}, database, schema)
     return read_parts(spark, reader.read, reader.planned(wanted, at), schema)
 
@@ -149,9 +149,11 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _checked(schema: StructType) -> StructType:
     """Return the schema. Raises SettingError if it has an unknown column or a column of the wrong type."""
     for field in schema:
-        if field.name not in schemas.TASK.fieldNames():
-            raise SettingError(f"Unknown column {field.name!r}. Known columns: {', '.join(schemas.TASK.fieldNames())}")
-        if field.dataType.simpleString() != (ours := schemas.TASK[field.name].dataType.simpleString()):
+        if field.name not in schemas.SOURCE.fieldNames():
+            raise SettingError(
+                f"Unknown column {field.name!r}. Known columns: {', '.join(schemas.SOURCE.fieldNames())}"
+            )
+        if field.dataType.simpleString() != (ours := schemas.SOURCE[field.name].dataType.simpleString()):
             raise SettingError(f"Column {field.name} is {ours}, not {field.dataType.simpleString()}")
     return schema
 
@@ -221,7 +223,7 @@ class OutboxReader(_Reading, DataSourceReader):
             divided = [IdsPart(tuple(ids[start :: self._count])) for start in range(min(self._count, len(ids)))]
             return [InputPartition((part, selection, at, table.layout)) for part in divided]
         found: Sequence[parts.Part] = parts.key_parts(self._count)
-        earliest, latest = bounds(self.filters, "SentAt")
+        earliest, latest = time_bounds(self.filters, "SentAt")
         if selection.states and {*selection.states} <= {"sent", CANCELLED}:
             earliest += [selection.since] if selection.since else []
             latest += [selection.until - MICROSECOND] if selection.until else []
@@ -265,7 +267,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
     @cached_property
     def _parsed(self) -> tuple[dict[str, Any], DatabaseSettings]:  # type: ignore[override]  # when Spark calls a method, whose error it passes on
         """Check the options and columns. Raises SettingError if a stream does not support one."""
-        options, database = parse(self._given, OF_READER)
+        options, database = parse_options(self._given, OF_READER)
         _checked(self._schema)
         if (state := options.get("state", "sent")) != "sent":
             raise SettingError(f"Option state: a stream follows sent tasks only, not {state}")
@@ -402,7 +404,7 @@ class _Writing:
         if overwrite:
             raise SettingError("The outbox can only be appended to: pass mode('append') or outputMode('append')")
         of_table = ("checkpointLocation", "queryName", "columns")  # of the query, or of CREATE TABLE
-        values, self._settings = parse(options, _OF_WRITER, ignored=of_table)
+        values, self._settings = parse_options(options, _OF_WRITER, ignored=of_table)
         self._topic, self._key = values.get("topic", ""), values.get("key", ())
         self._rate, self._names = float(values.get("maxRowsPerSecond", 0)), schema.fieldNames()
         check(schema, self._topic, self._key)
@@ -451,14 +453,14 @@ class OutboxStreamWriter(_Writing, DataSourceStreamArrowWriter):
 @without_stack_trace()
 def schema_of(given: Mapping[str, str]) -> StructType:
     """Return the columns that the options select."""
-    options, _ = parse(given, OF_READER | _OF_WRITER)
-    return StructType([schemas.TASK[name] for name in options.get("columns", schemas.TABLE.names)])
+    options, _ = parse_options(given, OF_READER | _OF_WRITER)
+    return StructType([schemas.SOURCE[name] for name in options.get("columns", schemas.STORED.names)])
 
 
 @without_stack_trace()
 def reader_of(given: Mapping[str, str], schema: StructType) -> OutboxReader:
     """Return the batch reader, in the process that pushes filters down one that takes them."""
-    options, database = parse(given, OF_READER, ignored=(*_OF_WRITER,))  # which a table of SQL has, too
+    options, database = parse_options(given, OF_READER, ignored=(*_OF_WRITER,))  # which a table of SQL has, too
     if only := [name for name in ("maxRowsPerTrigger", "failOnDataLoss") if name in options]:
         raise SettingError(f"Option {only[0]} is for streams only. Remove it")
     # Spark refuses any other reader with this method unless spark.sql.python.filterPushdown.enabled is set.

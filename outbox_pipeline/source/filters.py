@@ -19,7 +19,7 @@ _COMPARED = {
 
 def of_columns(filters: Iterable[Any]) -> tuple[ColumnFilter, ...]:
     """Return the filters that compare a column of the table, or the state."""
-    names = {*schemas.TABLE.names, "State"}
+    names = {*schemas.STORED.names, "State"}
     known = ((type(each).__name__, each) for each in filters if type(each).__name__ in _COMPARED)
     return tuple((each.attribute[0], kind, each.value) for kind, each in known if each.attribute[0] in names)
 
@@ -39,7 +39,7 @@ def equal(filters: Iterable[ColumnFilter], name: str) -> list[str] | None:
     return sorted({*found[0]}.intersection(*found)) if found else None
 
 
-def bounds(filters: Iterable[ColumnFilter], name: str) -> tuple[list[datetime], list[datetime]]:
+def time_bounds(filters: Iterable[ColumnFilter], name: str) -> tuple[list[datetime], list[datetime]]:
     """Return the times that the column is not before, and those that it is not after."""
     times = [(kind, value) for column, kind, value in filters if column == name and isinstance(value, datetime)]
     earliest = [value for kind, value in times if kind in {"EqualTo", "GreaterThan", "GreaterThanOrEqual"}]

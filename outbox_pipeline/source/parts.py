@@ -65,7 +65,7 @@ def needed(names: Iterable[str]) -> tuple[str, ...]:
 
 def column(name: str, values: Sequence[Any]) -> pa.Array:
     """Return the values of one column of the table."""
-    field = schemas.TABLE[name]
+    field = schemas.STORED[name]
     if isinstance(field.dataType, LongType | TimestampType):
         # Only NULL has an empty text.
         texts = pa.array([value.string_value or None for value in values], pa.string())
