@@ -122,7 +122,7 @@ class _Job:
         at = self._read_timestamp(since, until, late=late)
         data = self.files.new_folder(since, until)
         observed = Observation(f"archive {data}")
-        wanted = RowFilter(("sent", CANCELLED), since=since, until=until)
+        wanted = RowFilter((("State", "In", ("sent", CANCELLED)),), since, until)
         ended = read_tasks(self.spark, self.settings, schemas.STORED.fieldNames(), at, wanted)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(ended)).observe(observed, *checksum_columns())

@@ -8,7 +8,7 @@ https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.h
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
@@ -116,6 +116,12 @@ def parse_options(
     return values, DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()})
 
 
+def _of_options(options: Mapping[str, Any]) -> tuple[ColumnFilter, ...]:
+    """Return the filters that the options of a reader say."""
+    columns = {"state": "State", "topic": "Topic"}
+    return tuple((column, "EqualTo", options[name]) for name, column in columns.items() if name in options)
+
+
 _log = logging.getLogger("outbox_pipeline")
 
 _DECODED = StructType([schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]])
@@ -208,23 +214,18 @@ class OutboxReader(_Reading, DataSourceReader):
         since, until = (resolved(options[name], at) if name in options else None for name in ("since", "until"))
         if since and until and since >= until:
             raise SettingError(f"Option since: {shown(since)} is not before until, {shown(until)}")
-        states = (options["state"],) if "state" in options else ()
-        return self.planned(RowFilter(states, options.get("topic"), since, until), at)
+        return self.planned(RowFilter((*_of_options(options), *self.filters), since, until), at)
 
     def planned(self, selection: RowFilter, at: datetime) -> Sequence[InputPartition]:
         """Return the parts of a selection as of `at`."""
         table = self._table
         table.read_layout()
-        if self.filters:
-            states = selection.states or tuple(equal(self.filters, "State") or ())
-            columns = tuple(each for each in self.filters if each[0] != "State")
-            selection = replace(selection, states=states, filters=columns)
-        if (ids := equal(self.filters, "Id")) is not None:
+        if (ids := equal(selection.filters, "Id")) is not None:
             divided = [IdsPart(tuple(ids[start :: self._count])) for start in range(min(self._count, len(ids)))]
             return [InputPartition((part, selection, at, table.layout)) for part in divided]
         found: Sequence[parts.Part] = parts.key_parts(self._count)
-        earliest, latest = time_bounds(self.filters, "SentAt")
-        if selection.states and {*selection.states} <= {"sent", CANCELLED}:
+        earliest, latest = time_bounds(selection.filters, "SentAt")
+        if (states := equal(selection.filters, "State")) and {*states} <= {"sent", CANCELLED}:
             earliest += [selection.since] if selection.since else []
             latest += [selection.until - MICROSECOND] if selection.until else []
         if earliest:
@@ -352,7 +353,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             _log.warning(text, self._gap, extra={"action": "gap"})
         # OUT-SPARK-2: `since` is exclusive, and `until` inclusive.
         found = parts.sent_parts(table.layout.ids, since + MICROSECOND, until + MICROSECOND, self._count)
-        selection = RowFilter(("sent",), self._parsed[0].get("topic"))
+        selection = RowFilter(_of_options({"state": "sent", **self._parsed[0]}))
         return [InputPartition((part, selection, at, table.layout)) for part in found]
 
     def _end(self, since: datetime, until: datetime, now: datetime, most: int) -> datetime | None:

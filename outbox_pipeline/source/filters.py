@@ -1,6 +1,6 @@
-"""Filters that Spark pushes down to the reader, as plain data. Spark applies them again, so they only narrow a read."""
+"""Filters of one column as plain data: those of options, and those that Spark pushes down, which it applies again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -24,10 +24,9 @@ def of_columns(filters: Iterable[Any]) -> tuple[ColumnFilter, ...]:
     return tuple((each.attribute[0], kind, each.value) for kind, each in known if each.attribute[0] in names)
 
 
-def mask(columns: Mapping[str, pa.Array], given: ColumnFilter) -> pa.Array:
-    """Return a mask of the tasks that the filter selects."""
-    name, kind, value = given
-    values = columns[name]
+def mask(values: pa.Array, given: ColumnFilter) -> pa.Array:
+    """Return a mask of the values of the column that the filter selects."""
+    _, kind, value = given
     wanted = pa.array(value, values.type) if kind == "In" else pa.scalar(value, values.type)
     return pc.fill_null(_COMPARED[kind](values, wanted), False)
 
