@@ -4,7 +4,6 @@ The exit codes are in docs/operations/pipeline-deploy.md.
 """
 
 import argparse
-import dataclasses
 import logging
 import sys
 import time
@@ -114,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
             jobs = {"archive": archive, "audit": audit, "drain": drain, "register": register, "replay": replay}
             job: Any = jobs[name]
             flags = {flag: getattr(options, flag) for flag in options.flags}
-            values = dataclasses.asdict(job.run(session.session(name), settings, **flags))
+            values = job.run(session.session(name), settings, **flags)
     finally:
         ended_as = _ended_as(values, options)
         _record(metrics, name, values, ended_as)

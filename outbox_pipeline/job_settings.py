@@ -17,15 +17,7 @@ from outbox.program.settings import (
     setting,
     whole_number,
 )
-
-FORMATS = ("parquet", "json", "csv")
-_ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
-#: Extensions of compressed files, which Spark decompresses by itself, except in UNREADABLE. Those of LZ4 and Snappy can
-#: end its JVM, because it takes any four bytes for the size of a buffer.
-COMPRESSED = ("gz", "bz2", "zst", "deflate")
-UNREADABLE = (
-    "lz4", "snappy", "sz", "zip", "xz", "lzma", "br", "lzo", "z", "7z", "tar", "tgz", "tbz2", "gzip", "bzip2", "zstd",
-)  # fmt: skip
+from outbox_pipeline.file_names import FORMATS, format_of
 
 _PATH = matching(r"\S(?:.*\S)?", "a path or URL that Spark can use, such as gs://bucket/folder")
 #: Without the characters of a glob, because Spark would expand them.
@@ -207,13 +199,6 @@ def _window(seconds: float) -> float:
     if not 1 <= seconds <= 31 * 86_400:
         raise ValueError(seconds)
     return seconds
-
-
-def format_of(path: str) -> str | None:
-    """Return the format of a path or glob by its extension, or None."""
-    words = path.rstrip("/*").lower().rsplit("/", 1)[-1].split(".")
-    ending = next((word for word in reversed(words) if word not in COMPRESSED + UNREADABLE), "")
-    return _ENDINGS.get(ending)
 
 
 def format_of_input(path: str, format: str) -> str:

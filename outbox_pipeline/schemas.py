@@ -31,7 +31,7 @@ def counts(*names: str) -> t.StructType:
 
 _TYPES = {"STRING": _TEXT, "INT64": _NUMBER, "TIMESTAMP": _TIME, "BYTES": _BYTES, "BOOL": _FLAG}
 #: The columns of the table, in its order and with its names.
-TABLE = t.StructType(
+STORED = t.StructType(
     [
         t.StructField(name, _TYPES[re.split(r"\W", definition)[0]], nullable="NOT NULL" not in definition)
         for name, definition in ddl.columns().items()
@@ -41,7 +41,7 @@ TABLE = t.StructType(
 #: message is NULL if Data is not a message.
 DERIVED = t.StructType([*required(State=_TEXT), *optional(Attributes=_ATTRIBUTES, Payload=_BYTES)])
 #: All columns of the data source.
-TASK = t.StructType([*TABLE, *DERIVED])
+SOURCE = t.StructType([*STORED, *DERIVED])
 
 #: A row to register, after its columns were parsed. `created_at` orders the tasks of a key that the table already has.
 #: `reason` is why the row is rejected, or NULL.
@@ -58,7 +58,7 @@ REJECT = optional(
 )  # fmt: skip
 
 #: An archived task: the table's columns, and the day of SentAt in UTC.
-ARCHIVED = t.StructType([*TABLE, *required(SentDate=t.DateType())])
+ARCHIVED = t.StructType([*STORED, *required(SentDate=t.DateType())])
 
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.

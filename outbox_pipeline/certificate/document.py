@@ -325,13 +325,13 @@ def _check_files(chain: Sequence[Certificate], kind: str, folder: Path) -> None:
             if named.get(name) != digest and hashlib.sha256(contents(folder / name)).hexdigest() != digest:
                 raise OutboxError(f"{folder}/{name} was changed since {certificate.where}")
             named[name] = digest
-    for parent in {_run(name) for name in named}:
+    for parent in {_run_folder(name) for name in named}:
         for file in (folder / parent).rglob("*"):
             name = str(file.relative_to(folder))
             if name not in named and file.is_file() and not _NO_INPUTS.search(name):
                 raise OutboxError(f"{folder}/{name} was added since {chain[-1].where}")
 
 
-def _run(name: str) -> str:
+def _run_folder(name: str) -> str:
     """Return the folder in which no file may be added: the run of an archived file, or that of a received file."""
     return "/".join(name.split("/")[:-1][:2])

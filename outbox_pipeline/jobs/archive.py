@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,7 +25,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
 from outbox_pipeline.jobs.archive_files import (
     Archive,
-    Window,
+    ArchivedWindow,
     archivable,
     bounds,
     checksum_columns,
@@ -48,33 +49,23 @@ _LOCK = by_ids(f"Id, {', '.join(_ENDED)}", lock=True)
 _log = logging.getLogger("outbox_pipeline")
 
 
-@dataclass(slots=True)
-class Archived:
-    """The windows, their tasks, the counts of a purge (docs/pipeline/archive.md), and the end of the last window."""
+def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> dict[str, Any]:
+    """Archive all windows that ended since the last run. Raises SettingError, NotReached, OutboxError.
 
-    windows: int = 0
-    written: int = 0
-    until: datetime | None = None
-    purged_windows: int = 0
-    deleted: int = 0
-    resent: int = 0
-    missing: int = 0
-
-
-def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> Archived:
-    """Archive all windows that ended since the last run. Raises SettingError, NotReached, OutboxError."""
+    Returns the counts of docs/pipeline/archive.md, and the end of the last window as `until`.
+    """
     job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings))
-    done = Archived()
-    windows = job.files.log.windows(job.table.name)
-    for since, until in job.due(windows):
-        window = job.archive(since, until, late=late)
-        windows.append(window)
-        done.windows += 1
-        done.written += window.rows
-    done.until = windows[-1].until if windows else None
-    if purge:
-        job.purge_all([window for window in windows if not window.purged], done)
-    return done
+    before = job.files.log.windows(job.table.name)
+    new = [job.archive(since, until, late=late) for since, until in job.due(before)]
+    windows = [*before, *new]
+    purged = job.purge_all([window for window in windows if not window.purged]) if purge else Counter()
+    return {
+        "windows": len(new),
+        "written": sum(window.rows for window in new),
+        "until": windows[-1].until if windows else None,
+        "purged_windows": purged["windows"],
+        **{name: purged[name] for name in _COUNTS.names},
+    }
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class _Job:
     files: Archive
     table: Table
 
-    def due(self, windows: list[Window]) -> list[tuple[datetime, datetime]]:
+    def due(self, windows: list[ArchivedWindow]) -> list[tuple[datetime, datetime]]:
         """Return the bounds of the windows to archive now."""
         now = self.table.now()
         end = resolved(self.settings.until, now)
@@ -126,25 +117,25 @@ class _Job:
                     "shorter --window"
                 )
 
-    def archive(self, since: datetime, until: datetime, *, late: bool) -> Window:
+    def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchivedWindow:
         """Write one window and commit it."""
         at = self._read_timestamp(since, until, late=late)
         data = self.files.new_folder(since, until)
         observed = Observation(f"archive {data}")
-        wanted = RowFilter(("sent", CANCELLED), since=since, until=until)
-        ended = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
+        wanted = RowFilter((("State", "In", ("sent", CANCELLED)),), since, until)
+        ended = read_tasks(self.spark, self.settings, schemas.STORED.fieldNames(), at, wanted)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(ended)).observe(observed, *checksum_columns())
         self.files.write(data, tasks)
         window = self.files.finish(
-            Window(self.table.name, since, until, at, data=data, files={}, written_at=self.table.now(), **observed.get)
+            ArchivedWindow(self.table.name, since, until, at, data=data, files={}, **observed.get)
         )
         _info(f"archived {window.rows:,} tasks sent or cancelled from {shown(since)} to {shown(until)}")
         return window
 
-    def purge_all(self, windows: list[Window], done: Archived) -> None:
-        """Delete the tasks of finished windows from the table. A damaged window does not stop the others."""
-        damaged = []
+    def purge_all(self, windows: list[ArchivedWindow]) -> Counter[str]:
+        """Delete the tasks of finished windows from the table, and count. A damaged window does not stop the others."""
+        damaged, counts = [], Counter[str]()
         for window in windows:
             try:
                 with spark_errors():
@@ -152,28 +143,27 @@ class _Job:
             except OutboxError as error:
                 damaged.append(str(error))
             else:
-                self.purge(window, done)
+                counts.update(self.purge(window), windows=1)
         if damaged:
             raise OutboxError(
                 f"{'; '.join(damaged)}. Their tasks were not purged, but the table's row deletion policy can delete "
                 "them. Restore the files. If a later version of the package wrote them, upgrade this one"
             )
+        return counts
 
-    def purge(self, window: Window, done: Archived) -> None:
-        """Delete the tasks of a finished window from the table."""
+    def purge(self, window: ArchivedWindow) -> dict[str, int]:
+        """Delete the tasks of a finished window from the table, and count."""
         selection = {"archive": self.files.path(window.data), "since": window.since, "until": window.until}
         # An interrupted purge is continued under its ID.
-        id = window.operation or self.files.log.note_purging(window, operations.new_id(), self.table.now())
+        id = window.operation or self.files.log.note_purging(window, operations.new_id())
         if operations.operation(self.table, id) is None:
             operations.begin(self.table, "purge", selection, OperationId=id, Tasks=0)
         tasks = self.files.read([window]).select("Id", *_ENDED).repartition("Id").sortWithinPartitions("Id")
         counts = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id))
         operations.end(self.table, id)
-        self.files.log.note_purged(window, counts, self.table.now())
-        done.purged_windows += 1
-        for name, number in counts.items():
-            setattr(done, name, getattr(done, name) + number)
+        self.files.log.note_purged(window, counts)
         _info(f"purged {counts['deleted']:,} tasks of {shown(window.since)} to {shown(window.until)}")
+        return counts
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
         """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""

@@ -37,13 +37,13 @@ from outbox_pipeline.spark.stack_traces import spark_errors
 if TYPE_CHECKING:
     from deltalake import DeltaTable
 
-#: The version of `Window` in commits.
+#: The version of `ArchivedWindow` in commits.
 FORMAT = 1
 #: What the commits of this package are named by: their details, and the writer of all windows. Of two commits of the
 #: same writer that were made from one version of the table, Delta refuses the second.
 _NAME = "outbox"
 _SETTINGS = {"delta.enableExpiredLogCleanup": "false", "delta.appendOnly": "true"}
-#: Fields of `Window` that its commit does not have.
+#: Fields of `ArchivedWindow` that its commit does not have.
 _OF_LOG = ("version", "operation", "purged")
 _PREFIX, _RUN = "window=", "run="
 #: Bytes of one read of a file: an object store answers each with a request.
@@ -53,7 +53,7 @@ _THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ArchivedWindow:
     """An archived window, which contains the tasks sent or cancelled from `since` on and before `until`.
 
     `data` is its folder, and `files` has the SHA-256 of each file. `version` is that of the log. `operation` is the ID
@@ -68,7 +68,6 @@ class Window:
     checksum: str | None
     data: str
     files: Mapping[str, str]
-    written_at: datetime
     format: int = FORMAT
     version: int = -1
     operation: str | None = None
@@ -94,7 +93,7 @@ class Log:
         #: The details of each commit, empty if it is none of this package.
         self._details: list[Mapping[str, Any]] = []
 
-    def windows(self, database: str | None = None) -> list[Window]:
+    def windows(self, database: str | None = None) -> list[ArchivedWindow]:
         """Return the windows by time, as of now. Reads only commits that are new since the last call.
 
         Raises OutboxError if the log is damaged, windows do not adjoin, another program has changed the table, or a
@@ -129,7 +128,7 @@ class Log:
             )
         return windows
 
-    def append(self, window: Window, files: Sequence[Mapping[str, Any]]) -> bool:
+    def append(self, window: ArchivedWindow, files: Sequence[Mapping[str, Any]]) -> bool:
         """Commit a window with `files_of` it. Return False if another run has committed it or a later one first."""
         from deltalake import Transaction  # noqa: PLC0415 - see above
         from deltalake.exceptions import CommitFailedError  # noqa: PLC0415 - see above
@@ -155,14 +154,14 @@ class Log:
             return any(each.data == window.data for each in self.windows())
         return True
 
-    def note_purging(self, window: Window, operation: str, at: datetime) -> str:
+    def note_purging(self, window: ArchivedWindow, operation: str) -> str:
         """Note that the purge of a window begins. Return the ID of its operation, or of the interrupted one."""
-        self._commit({"purging": window.since, "operation": operation, "at": at})
+        self._commit({"purging": window.since, "operation": operation})
         return next(str(each.operation) for each in self.windows() if each.since == window.since)
 
-    def note_purged(self, window: Window, counts: Mapping[str, int], at: datetime) -> None:
+    def note_purged(self, window: ArchivedWindow, counts: Mapping[str, int]) -> None:
         """Note that the purge of a window ended, with its counts."""
-        self._commit({"purged": window.since, **counts, "at": at})
+        self._commit({"purged": window.since, **counts})
 
     def sha256(self, path: str) -> str:
         """Return the SHA-256 of a file of the archive, such as the commit of a window, which has that of its files."""
@@ -201,7 +200,7 @@ class Log:
             raise OutboxError(f"A commit in {self._folder}/_delta_log is empty. Restore it")
         return self._table
 
-    def _window(self, version: int, details: Mapping[str, Any], **of_log: Any) -> Window:
+    def _window(self, version: int, details: Mapping[str, Any], **of_log: Any) -> ArchivedWindow:
         """Parse the details of a window. Raises OutboxError."""
         path = f"{self._folder}/{commit_name(version)}"
         if details.get("format") != FORMAT:
@@ -209,9 +208,9 @@ class Log:
                 f"{path} has format {details.get('format')}, but this package reads {FORMAT}. Upgrade the package"
             )
         try:
-            times = [field.name for field in fields(Window) if field.type is datetime]
+            times = [field.name for field in fields(ArchivedWindow) if field.type is datetime]
             parsed = {name: datetime.fromisoformat(details[name]) for name in times}
-            return Window(**{**details, **parsed}, version=version, **of_log)
+            return ArchivedWindow(**{**details, **parsed}, version=version, **of_log)
         except (ValueError, TypeError, KeyError) as error:
             raise OutboxError(
                 f"{path} is not the commit of a window: {type(error).__name__}: {error}. Restore it"
@@ -288,7 +287,7 @@ class Archive:
         """Write the tasks of a window. They are sorted, so a reader of one topic can skip parts of the files."""
         tasks.sortWithinPartitions("SentDate", "Topic").write.partitionBy("SentDate").parquet(self.path(data))
 
-    def files_of(self, window: Window) -> list[dict[str, Any]]:
+    def files_of(self, window: ArchivedWindow) -> list[dict[str, Any]]:
         """Read the files of a window back, and return facts of each. Raises OutboxError if they lack tasks of it."""
         found = []
         if window.rows:
@@ -303,7 +302,7 @@ class Archive:
         self._check(window, rows, str(checksum) if found else None)
         return found
 
-    def _check(self, window: Window, rows: int, checksum: str | None) -> None:
+    def _check(self, window: ArchivedWindow, rows: int, checksum: str | None) -> None:
         where = self.path(window.data)
         if rows != window.rows:
             raise OutboxError(f"{where} contains {rows:,} tasks, but its window has {window.rows:,}. Restore its files")
@@ -313,7 +312,7 @@ class Archive:
                 "files"
             )
 
-    def finish(self, window: Window) -> Window:
+    def finish(self, window: ArchivedWindow) -> ArchivedWindow:
         """Commit a window after reading its files back. Return it with its files.
 
         Raises OutboxError if the files do not have its tasks, or if another run finished it first.
@@ -331,7 +330,7 @@ class Archive:
 
     @spark_errors()
     def read(
-        self, windows: Iterable[Window], since: datetime | None = None, until: datetime | None = None
+        self, windows: Iterable[ArchivedWindow], since: datetime | None = None, until: datetime | None = None
     ) -> DataFrame:
         """Return the tasks of the windows that may have some between these times, with `schemas.ARCHIVED`.
 
@@ -353,7 +352,7 @@ class Archive:
             self._check(window, rows.get(name, 0), window.checksum)
         return tasks.select(*schemas.ARCHIVED.fieldNames())
 
-    def _tasks(self, windows: Iterable[Window]) -> DataFrame:
+    def _tasks(self, windows: Iterable[ArchivedWindow]) -> DataFrame:
         reader = self._spark.read.schema(schemas.ARCHIVED).option("basePath", str(self._folder))
         return reader.parquet(*(self.path(each.data) for each in windows))
 

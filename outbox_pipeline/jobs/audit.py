@@ -3,12 +3,10 @@
 In the order of the data: `audit_inputs` reads the messages, `audit_transforms` judges each task and counts.
 """
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cache, reduce
 from operator import itemgetter
 from typing import Any
@@ -35,7 +33,7 @@ from outbox_pipeline.spark.spark_tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the database, and their messages are not due.
-UNSENT = ("pending", "dead", "cancelled", "arriving")
+_WITHOUT_FILES = ("pending", "dead", "cancelled", "arriving")
 _Line = dict[str, Any]
 #: How long Pub/Sub keeps a message at most.
 _KEPT = timedelta(days=31)
@@ -52,46 +50,12 @@ _WRONG = (
 _log = logging.getLogger("outbox_pipeline")
 
 
-@dataclass(frozen=True, slots=True)
-class Audited:
-    """The counts of an audit, described in docs/pipeline/audit.md, and the bounds of the window.
+def run(spark: SparkSession, settings: AuditSettings) -> _Line:
+    """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached.
 
-    `report` is the path of the HTML page.
+    Returns the counts of docs/pipeline/audit.md, the bounds of the window and the path of the report. `certificate` is
+    the digest of a certificate, and `verdict` its first line, or that there was no task.
     """
-
-    since: datetime | None
-    until: datetime
-    tasks: int
-    delivered: int
-    late: int
-    lost: int
-    arriving: int
-    pending: int
-    dead: int
-    cancelled: int
-    messages: int
-    unknown: int
-    republished: int
-    redelivered: int
-    mismatched: int
-    cancelled_after_publish: int
-    out_of_order: int
-    foreign: int
-    unreadable: int
-    report: str
-    #: Counts of effects, None without --inbox.
-    applied: int | None = None
-    not_applied: int | None = None
-    applied_late: int | None = None
-    unregistered: int | None = None
-    #: The digest of the certificate, None without --certificate.
-    certificate: str | None = None
-    #: The first line of the certificate. Or that there was no task, None if there was one.
-    verdict: str | None = None
-
-
-def run(spark: SparkSession, settings: AuditSettings) -> Audited:
-    """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached."""
     table, certifier = open_table(settings), None
     if settings.certificate:
         from outbox_pipeline.jobs.audit_certifier import Certifier, dated  # noqa: PLC0415 - needs the packages of an extra
@@ -123,11 +87,10 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
         }
         done = _report(rows, deliveries, rules, output, facts=facts, inbox=inbox)
         if certifier:
-            digest, verdict = certifier.issue(rows, rules, done)
-            done = dataclasses.replace(done, certificate=digest, verdict=verdict)
-        if not done.tasks:
+            done["certificate"], done["verdict"] = certifier.issue(rows, rules, done)
+        if not done["tasks"]:
             bounds = f"{f'from {shown(rules.since)} ' if rules.since else ''}before {shown(rules.until)}"
-            done = dataclasses.replace(done, verdict=f"Nothing was audited: no task was created {bounds}")
+            done["verdict"] = f"Nothing was audited: no task was created {bounds}"
     finally:
         rows.unpersist()
     problems = {
@@ -135,10 +98,10 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
         "not_applied": "without effect: received, but not recorded in the inbox within --grace",
     }
     for name, problem in problems.items():
-        if count := getattr(done, name):
+        if count := done.get(name):
             text = f"{count:,} {'task is' if count == 1 else 'tasks are'} {problem}"
             extra = {"action": name, "fields": {name: count}}
-            _log.error("%s. %s lists them and says what to do", text, done.report, extra=extra)
+            _log.error("%s. %s lists them and says what to do", text, done["report"], extra=extra)
     return done
 
 
@@ -183,7 +146,7 @@ def _rules_and_tasks(
 
 def _report(
     rows: DataFrame, deliveries: DataFrame, rules: transforms.Rules, output: Folder, *, facts: _Line, inbox: Any
-) -> Audited:
+) -> _Line:
     """Write the report and return the counts. `inbox` has the records of a consumer, or is None."""
     total, topics = _numbers(rows)
     # Not an Observation of another query: before Spark 4.3, it counts a Spark task again that is repeated.
@@ -203,27 +166,27 @@ def _report(
     found = found.persist(StorageLevel.DISK_ONLY)
     of_class: Any = Counter({row["class"]: row["count"] for row in found.groupBy("class").count().collect()})
     listed = found.where(f.col("class") != transforms.APPLIED)
-    listed.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
+    listed.where(~f.col("class").isin(*_WITHOUT_FILES)).write.partitionBy("class").json(str(output / FINDINGS))
     samples: dict[str, list[_Line]] = {}
     for row in sorted(collected(transforms.samples(listed, SAMPLES)), key=itemgetter("class", "task_id")):
         values = {name: value for name, value in row.items() if value is not None}
         samples.setdefault(values.pop("class"), []).append(values)
     found.unpersist()
-    done = Audited(
-        since=rules.since,
-        until=rules.until,
+    done = {
+        "since": rules.since,
+        "until": rules.until,
         **{name: total[name] for name in (*transforms.COUNTS, "unknown")},
         **others,
         **{name: of_class[name] for name in classes},
-        report=str(output / REPORT),
-    )
+        "report": str(output / REPORT),
+    }
     summary = {
         "job": "audit",
         **facts,
         "known_until": shown(rules.known_until),
         "horizon": shown(rules.horizon),
         "grace_seconds": rules.grace.total_seconds(),
-        **dataclasses.asdict(done),
+        **done,
         "latency": {name: total[name] for name in (*transforms.PERCENTILES, "max")},
         "by_topic": topics,
         "samples": samples,

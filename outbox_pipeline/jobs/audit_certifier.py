@@ -4,7 +4,7 @@ So a later run has the same certificate, even if tasks were sent again, purged o
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,8 +21,8 @@ from outbox_pipeline.certificate import document
 from outbox_pipeline.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES, RECEIVED
 from outbox_pipeline.certificate.uncertainties import Read, uncertainties
 from outbox_pipeline.job_settings import AuditSettings
-from outbox_pipeline.jobs import audit_transforms as audit
-from outbox_pipeline.jobs.archive_files import Archive, Window, floor
+from outbox_pipeline.jobs import audit_transforms as transforms
+from outbox_pipeline.jobs.archive_files import Archive, ArchivedWindow, floor
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.files import PATTERN, Folder
 from outbox_pipeline.spark.spark_tasks import collected
@@ -85,7 +85,7 @@ class Certifier:
         text = Folder(self._spark, path).read()
         return None if text is None else document.envelope(text.encode(), path)[0]
 
-    def covering(self, windows: Sequence[Window], rules: audit.Rules) -> Sequence[Window]:
+    def covering(self, windows: Sequence[ArchivedWindow], rules: transforms.Rules) -> Sequence[ArchivedWindow]:
         """Return the archived windows since the start of the window. The last one is not always in the certificate.
 
         The certificate names those to the first that ends `grace` after the window. A task that was unsent then may
@@ -131,11 +131,11 @@ class Certifier:
         created = f.col("created_at")
         return (created >= f.lit(self._since)) & (created < f.lit(self._until))
 
-    def issue(self, rows: DataFrame, rules: audit.Rules, done: Any) -> tuple[str, str]:
+    def issue(self, rows: DataFrame, rules: transforms.Rules, done: Mapping[str, Any]) -> tuple[str, str]:
         """Sign and write the certificate, and return its digest and first line. Raises OutboxError."""
-        if done.unreadable:
+        if done["unreadable"]:
             raise OutboxError(
-                f"{self._settings.received} has {counted(done.unreadable, 'unreadable line')}, as a file that ends "
+                f"{self._settings.received} has {counted(done['unreadable'], 'unreadable line')}, as a file that ends "
                 "early. Export the messages again. No certificate was written"
             )
         listed, topics = self._outcomes(rows)
@@ -150,7 +150,7 @@ class Certifier:
                 "received_data": self._settings.received_data,
             },
             "uncertainties": self._uncertainties(),
-            "counts": {"unknown": done.unknown, "foreign": done.foreign},
+            "counts": {"unknown": done["unknown"], "foreign": done["foreign"]},
             "topics": topics,
             "not_delivered": listed,
         }
@@ -164,10 +164,10 @@ class Certifier:
 
     def _outcomes(self, rows: DataFrame) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]]]:
         """Return the tasks that were not delivered, and the counts of outcomes by topic. A task has its best state."""
-        states = f.array(*map(f.lit, audit.STATES))
+        states = f.array(*map(f.lit, transforms.STATES))
         best = f.element_at(states, f.min(f.array_position(states, f.col("state"))).cast("int"))
         tasks = (
-            rows.where(f.col("state").isin(*audit.STATES))
+            rows.where(f.col("state").isin(*transforms.STATES))
             .groupBy("topic", "task_id", "created_at")
             .agg(best.alias("best"), f.sum("mismatched").alias("mismatched"), f.sum("republished").alias("republished"))
             .withColumn("outcome", f.when(f.col("mismatched") > 0, "mismatched").otherwise(f.col("best")))

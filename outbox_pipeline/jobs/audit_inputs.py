@@ -13,14 +13,15 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructType, Times
 
 from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
-from outbox.inbox.once import TABLE
+from outbox.inbox.once import TABLE as INBOX
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
 from outbox.table.timeouts import retry_and_timeout
 from outbox.table.transactions import table_errors
 from outbox_pipeline import schemas
-from outbox_pipeline.job_settings import AuditSettings, format_of
+from outbox_pipeline.file_names import format_of
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.rows.text_files import TextFiles
 from outbox_pipeline.rows.texts import ADDED, ADDED_PREFIXES, EPOCH
 from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS, KeyPart, column, key_parts
@@ -53,8 +54,8 @@ def messages(spark: SparkSession, settings: AuditSettings) -> DataFrame:
         form = format_of(settings.received) or "parquet"
     given = checked(spark, settings.received, form)
     if form == "avro":  # needs no jar, but a Spark task holds a whole file in memory
-        files = given.reader(only_files=True).format("binaryFile").load(given.path)
-        return files.select("path", "content").mapInArrow(_decode, MESSAGES)
+        files = given.reader().format("binaryFile").load(given.path)
+        return files.select("path", "content").mapInArrow(_of_avro, MESSAGES)
     if form == "json":
         given.check_columns(LINES.names)
         return map_batches(given.lines(), LINES, _of_lines, TextFiles(None, given.columns))
@@ -67,7 +68,7 @@ def _of_lines(files: TextFiles, batches: Iterator[pa.RecordBatch]) -> Iterator[R
         yield [{name: each.values.get(name) for name in LINES.names} for each in some]
 
 
-def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _of_avro(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield the messages of Avro files. Raises SettingError for another schema, and OutboxError for a damaged file."""
     schema = schemas.arrow(MESSAGES)
     for batch in batches:
@@ -183,7 +184,7 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     database = dataclasses.replace(settings, database=name, **named)
     if not any(True for _ in inbox_rows(database, settings.inbox, KeyPart("", ""), limit=1)):
         raise OutboxError(
-            f"Consumer {settings.inbox!r} has no record in {TABLE} of {name}. Check --inbox and --inbox-database"
+            f"Consumer {settings.inbox!r} has no record in {INBOX} of {name}. Check --inbox and --inbox-database"
         )
 
     def read(part: KeyPart) -> Iterator[pa.RecordBatch]:
@@ -197,9 +198,9 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
 def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: int = 0) -> Iterator[list[Any]]:
     """Yield TaskId and ProcessedAt of a range of task IDs, undecoded. Raises NotReached if the table is missing."""
     database: Any = open_database(settings, CALL_SECONDS)
-    with table_errors(TABLE), database.snapshot() as snapshot:
+    with table_errors(INBOX), database.snapshot() as snapshot:
         yield from snapshot.read(
-            TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
+            INBOX, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
             request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},
             **retry_and_timeout(TABLE_SECONDS),
         )  # fmt: skip

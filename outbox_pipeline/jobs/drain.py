@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -53,34 +52,10 @@ _RESULT = StructType([*schemas.counts(*_COUNTED), *schemas.optional(last_error=S
 _log = logging.getLogger("outbox_pipeline")
 
 
-@dataclass(frozen=True, slots=True)
-class DrainSummary:
-    """What the drain's workers did, and which tasks are left, described in docs/pipeline/drain.md.
-
-    The counts of a killed executor are missing.
-    """
-
-    published: int
-    already_published: int
-    uncommitted: int
-    failed: int
-    became_dead: int
-    unconfirmed: int
-    aborted: int
-    rounds: int
-    workers: int
-    pending: int
-    retrying: int
-    scheduled: int
-    blocked: int
-    dead: int
-    paused: int
-    work_left: bool
-    last_error: str | None
-
-
-def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None = None) -> DrainSummary:
+def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None = None) -> dict[str, Any]:
     """Send until nothing is pending or retrying outside of paused topics, or for `deadline` seconds.
+
+    Returns the counts of docs/pipeline/drain.md. Those of a killed executor are missing.
 
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
     starts with a new shard assignment.
@@ -118,7 +93,8 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
             f". The last turn of a worker failed: {last_error}" if last_error else "", extra={"action": "work_left"},
         )  # fmt: skip
     states = {state: of_state[state] for state in (*UNSENT, "paused")}
-    return DrainSummary(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, last_error=last_error)
+    ended = {"work_left": work_left, "last_error": last_error}
+    return {**counts, "rounds": rounds, "workers": workers, **states, **ended}
 
 
 def _round(

@@ -5,7 +5,7 @@ It reads and sorts the rows. `register_rows` checks and inserts them in Spark ta
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,10 +23,10 @@ from outbox_pipeline.job_settings import REJECTS, RegisterSettings, format_of_in
 from outbox_pipeline.jobs.register_select import NULLS, selected
 from outbox_pipeline.rows.register_rows import (
     ANSWER,
-    COLUMNS,
     COUNTS,
     FILE,
     HIDDEN,
+    INPUT_COLUMNS,
     KNOWN,
     LINE,
     OF_DATA,
@@ -106,8 +106,8 @@ def register(
         return _register(tasks, target, REJECTS.value(rejects, "rejects"), max_rows_per_second)
 
 
-def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
-    """Register the rows of files or of a table. Raises the errors of `register`."""
+def run(spark: SparkSession, settings: RegisterSettings) -> dict[str, Any]:
+    """Register the rows of files or of a table. Return the fields of Registered. Raises the errors of `register`."""
     key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
     if settings.input_table:
         rows = read_table(spark, "--input-table", settings.input_table)
@@ -120,7 +120,7 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
         extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
         text = "%s rows were rejected. Write the rows in %s to a new file, correct them there, and register that file"
         _log.warning(text, f"{done.rejected:,}", done.rejects, extra=extra)
-    return done
+    return asdict(done)
 
 
 def read(
@@ -141,7 +141,7 @@ def read(
     rows, or would read deleted ones.
     """
     format = format_of_input(path, format)
-    given = checked(spark, path, format, (*COLUMNS, *key))
+    given = checked(spark, path, format, (*INPUT_COLUMNS, *key))
     if multi_line and format == "csv":
         given = whole_files(given)
     if format == "parquet":
@@ -157,7 +157,7 @@ def read(
         files = TextFiles(None, given.columns)
         names = dict.fromkeys([*_members(files, lines), *given.columns])
     else:
-        names = dict.fromkeys([*COLUMNS, *key, *given.columns])
+        names = dict.fromkeys([*INPUT_COLUMNS, *key, *given.columns])
         files = TextFiles(None, given.columns, KNOWN.union(key) - {*given.columns})
     if select:
         rows = selected(_staged(files, lines, [*names]), select)

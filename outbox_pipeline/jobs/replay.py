@@ -53,29 +53,6 @@ ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "E
 _log = logging.getLogger("outbox_pipeline")
 
 
-@dataclass(slots=True)
-class Replayed:
-    """The outcomes of the selected tasks, described in docs/pipeline/replay.md. A dry run sets `topics` and `sample`.
-
-    `published` and `refused` are set if the tasks went to another topic.
-
-    Each task is counted once, by the last attempt of its Spark task.
-    """
-
-    replay_id: str | None = None
-    selected: int = 0
-    replayed: int = 0
-    registered: int = 0
-    unsent: int = 0
-    resent: int = 0
-    cancelled: int = 0
-    replaced: int = 0
-    published: int | None = None
-    refused: int | None = None
-    topics: dict[str, int] | None = None
-    sample: list[dict[str, Any]] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
     """A selection of archived tasks. `since` is inclusive, `until` exclusive. A field of None does not narrow it.
@@ -98,10 +75,11 @@ def run(
     dry_run: bool = False,
     reason: str | None = None,
     to: str | None = None,
-) -> Replayed:
+) -> dict[str, Any]:
     """Replay the selected tasks. The record has the `reason`.
 
-    With `to`, they are published to this topic instead. Raises SettingError, NotReached, OutboxError.
+    With `to`, they are published to this topic instead. Returns the counts of docs/pipeline/replay.md. Each task is
+    counted once, by the last attempt of its Spark task. Raises SettingError, NotReached, OutboxError.
     """
     table = open_table(settings)
     now = table.now()
@@ -115,12 +93,11 @@ def run(
     _info(f"Replay {begun.id} of {as_json(asdict(selection))} begins")
     tasks = _selected(spark, selection, begun.started_at)
     done = _replay(tasks, table, settings, selection, begun.started_at)
-    done.replay_id = begun.id
-    left = done.cancelled + done.replaced + (done.refused or 0)
-    operations.end(table, begun.id, Tasks=done.selected - left)
+    left = sum(done.get(name, 0) for name in ("cancelled", "replaced", "refused"))
+    operations.end(table, begun.id, Tasks=done["selected"] - left)
     told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
     _info(f"Replay {begun.id} finished{told}")
-    return done
+    return {"replay_id": begun.id, **done}
 
 
 def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
@@ -151,7 +128,7 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
     if not selection.where:
         return
     try:
-        found: Any = spark.createDataFrame([], schemas.TASK).where(selection.where)
+        found: Any = spark.createDataFrame([], schemas.SOURCE).where(selection.where)
     except (ParseException, AnalysisException) as error:
         reason = next(line for line in str(error).splitlines() if line)
         raise SettingError(f"--where {selection.where}: {reason}") from error
@@ -159,33 +136,33 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
         raise SettingError(f"--where {selection.where} is not deterministic. Spark may compute it more than once")
 
 
-def _dry_run(tasks: DataFrame) -> Replayed:
+def _dry_run(tasks: DataFrame) -> dict[str, Any]:
     """Count the selected tasks and return some of them."""
     # Persist, so that the archive is read once for both results.
     tasks = tasks.select("Id", "Topic", "SentAt").persist()
     topics = collected(tasks.groupBy("Topic").count().orderBy(f.desc("count"), "Topic"))
     sample = collected(tasks.limit(SAMPLE))
     tasks.unpersist()
-    return Replayed(
-        selected=sum(row["count"] for row in topics),
-        topics={row["Topic"]: row["count"] for row in topics[:TOPICS]},
-        sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
-    )
+    return {
+        "selected": sum(row["count"] for row in topics),
+        "topics": {row["Topic"]: row["count"] for row in topics[:TOPICS]},
+        "sample": [{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
+    }
 
 
 def _replay(
     tasks: DataFrame, table: Table, settings: ReplaySettings, selection: ReplaySelection, started_at: datetime
-) -> Replayed:
+) -> dict[str, int]:
     """Make the selected tasks unsent, and insert those that are gone. Or publish them."""
     parts, rate = divided(tasks.sparkSession, settings.max_rows_per_second)
-    rows = in_order(tasks, parts)
+    rows = in_order_of_commits(tasks, parts)
     if selection.to:
         rows = rows.select("Id", "OrderingKey", "Data", "CreatedAt")
         counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, settings, table.pubsub, selection.to, rate))
     else:
         rows = rows.select(*ARCHIVED_COLUMNS)
         counts = totals(map_rows(rows, _COUNTS, replay_rows, settings, started_at, rate))
-    return Replayed(selected=sum(counts.values()), **counts)
+    return {"selected": sum(counts.values()), **counts}
 
 
 def _selected(spark: SparkSession, given: ReplaySelection, started_at: datetime) -> DataFrame:
@@ -198,7 +175,7 @@ def _selected(spark: SparkSession, given: ReplaySelection, started_at: datetime)
     return decoded(tasks).withColumn("State", f.lit("sent")).where(given.where) if given.where else tasks
 
 
-def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
+def in_order_of_commits(tasks: DataFrame, partitions: int = 0) -> DataFrame:
     """Return tasks in write order: the tasks of an ordering key are adjacent and sorted by commit.
 
     So a task is never unsent while an earlier task of its key is still sent. Tasks without a key are sorted by ID.
@@ -217,11 +194,9 @@ def replay_rows(
     `started_at` is the start of the replay by the database's clock. `rate` is rows per second of this Spark task, 0 is
     no limit.
     """
-    table, pace = open_table(database), Pace(rate)
-    for rows in batches:
-        for chunk in chunked(rows, pace.chunk(REPLAY_ROWS), COMMIT_BYTES, lambda row: len(row["Data"])):
-            pace.wait(len(chunk))
-            yield [replay_chunk(table, chunk, started_at)]
+    table = open_table(database)
+    for chunk in _paced(batches, rate):
+        yield [replay_chunk(table, chunk, started_at)]
 
 
 def publish_rows(
@@ -232,18 +207,24 @@ def publish_rows(
     A task that was cancelled since it was archived is not published. If Spark runs the Spark task again, all of its
     rows are published again.
     """
-    table, send, pace = open_table(database), resending.opened(settings, to), Pace(rate)
+    table, send = open_table(database), resending.opened(settings, to)
+    for chunk in _paced(batches, rate):
+        found = table.read_ids(("Id", "CancelledBy"), [row["Id"] for row in chunk], _TAG)
+        cancelled = {id for id, by in found if by is not None}
+        wanted = [row for row in chunk if row["Id"] not in cancelled]
+        refused = send([message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in wanted])
+        for id, why in refused.items():
+            _log.warning("the task %s was not published: %s", escaped(id), escaped(why))
+        yield [{"published": len(wanted) - len(refused), "refused": len(refused), "cancelled": len(cancelled)}]
+
+
+def _paced(batches: Iterator[Rows], rate: float) -> Iterator[Rows]:
+    """Yield the rows in chunks of a transaction, each when the rate allows it."""
+    pace = Pace(rate)
     for rows in batches:
         for chunk in chunked(rows, pace.chunk(REPLAY_ROWS), COMMIT_BYTES, lambda row: len(row["Data"])):
             pace.wait(len(chunk))
-            found = table.read_ids(("Id", "CancelledBy"), [row["Id"] for row in chunk], _TAG)
-            cancelled = {id for id, by in found if by is not None}
-            wanted = [row for row in chunk if row["Id"] not in cancelled]
-            refused = send([message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in wanted])
-            for id, why in refused.items():
-                _log.warning("the task %s was not published: %s", escaped(id), escaped(why))
-            counts = {"published": len(wanted) - len(refused), "refused": len(refused), "cancelled": len(cancelled)}
-            yield [counts]
+            yield chunk
 
 
 def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:

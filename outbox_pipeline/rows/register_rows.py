@@ -40,7 +40,7 @@ from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows
 
 #: The columns of rows, described in docs/pipeline/register.md.
-COLUMNS = (
+INPUT_COLUMNS = (
     "task_id", "topic", "data", "data_base64", "attributes", "priority", "ordering_key", "available_at", "expires_at",
     "at_most_once", "sequence",
 )  # fmt: skip
@@ -56,13 +56,13 @@ _MESSAGE = "Data"
 _BYTES = {"Payload": "binary", _MESSAGE: "a serialized PubsubMessage"}
 #: A row has one of these columns.
 OF_DATA = frozenset({"data", "data_base64", *_BYTES})
-_SET = {*schemas.TASK.names} - {*_OF_SOURCE, _MESSAGE}
+_SET = {*schemas.SOURCE.names} - {*_OF_SOURCE, _MESSAGE}
 #: The columns of a task, which make the ID of a row that has none. `data_base64` is another form of `data`.
-_OF_TASK = tuple(name for name in COLUMNS if name not in ("task_id", "data_base64"))
+_OF_TASK = tuple(name for name in INPUT_COLUMNS if name not in ("task_id", "data_base64"))
 #: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
 OF_REJECTS = ("reason", "file", "line")
 #: All columns that rows may have, besides those of the key.
-KNOWN = frozenset({*COLUMNS, *OF_REJECTS, *_OF_SOURCE, *_SET, _MESSAGE})
+KNOWN = frozenset({*INPUT_COLUMNS, *OF_REJECTS, *_OF_SOURCE, *_SET, _MESSAGE})
 #: Columns of rows from files, of which no file has one: the file, the line, and why the line is rejected.
 FILE, LINE, WHY = HIDDEN = ("(outbox) file", "(outbox) line", "(outbox) reason")
 
@@ -92,7 +92,7 @@ _ZERO = dict.fromkeys(COUNTS, 0)
 _ID, _TOPIC, _DATA, _KEY = 0, 1, 2, 4
 #: The columns in which an existing task is compared with a row. They never change after the insert.
 _SAME = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt")
-_Row = tuple[Any, ...]
+_Stored = tuple[Any, ...]
 _Reject = Callable[[dict[str, Any]], None]
 
 
@@ -155,7 +155,7 @@ def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
     names = [_OF_SOURCE.get(name, name) for name in given]
     if unknown := [name for name in names if name not in KNOWN.union(key)]:
         raise SettingError(
-            f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(COLUMNS)}"
+            f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(INPUT_COLUMNS)}"
         )
     if twice := [name for name in names if names.count(name) > 1]:
         raise SettingError(f"Column {twice[0]!r} is there twice. The rows have {there}")
@@ -214,7 +214,7 @@ def complete_lines(
     files: TextFiles, topic: str, key: Sequence[str], batches: Iterator[pa.RecordBatch]
 ) -> Iterator[Rows]:
     """Yield the lines of text files as `complete` does."""
-    used = {*COLUMNS, *_OF_SOURCE, *key}
+    used = {*INPUT_COLUMNS, *_OF_SOURCE, *key}
     for some in chunked(files.records(batches), SOME):
         rows = []
         for each in some:
@@ -255,11 +255,11 @@ def _with_data(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _values_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of COLUMNS, except `data_base64`, under whichever names they have."""
+    """Return the values of INPUT_COLUMNS, except `data_base64`, under whichever names they have."""
     for name, value in given.items():
         if isinstance(value, _Unusable):
             raise ValueError(f"{name} {value.why}")  # noqa: TRY004 - a value, not a type of the caller
-    values = {name: _value(name, given.get(name)) for name in COLUMNS}
+    values = {name: _value(name, given.get(name)) for name in INPUT_COLUMNS}
     for other, name in [*_OF_SOURCE.items(), ("data_base64", "data")]:
         if given.get(other) is not None:
             if values[name] is not None:
@@ -390,12 +390,12 @@ class Writer:
     reject: _Reject
     pace: Pace = field(default_factory=Pace)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    _chunk: list[tuple[_Row, Mapping[str, Any]]] = field(default_factory=list)
+    _chunk: list[tuple[_Stored, Mapping[str, Any]]] = field(default_factory=list)
     _bytes: int = 0
     #: Whether to read before inserting: for the first chunk, and while chunks contain existing tasks.
     _read_first: bool = True
     #: The tasks of the last chunk as the table has them, with the outcome of a row that is equal.
-    _known: dict[str, tuple[_Row, str]] = field(default_factory=dict)
+    _known: dict[str, tuple[_Stored, str]] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add one row of `schemas.INPUT`."""
@@ -417,7 +417,7 @@ class Writer:
         if not self._chunk:
             return
         chunk, self._chunk, self._bytes, self._known = self._chunk, [], 0, {}
-        new: dict[str, _Row] = {}
+        new: dict[str, _Stored] = {}
         for task, _ in chunk:
             new.setdefault(task[_ID], task)
         self.pace.wait(len(new))
@@ -431,7 +431,7 @@ class Writer:
         for task, row in chunk:
             self._compare(task, row)
 
-    def _remove_existing(self, new: dict[str, _Row]) -> bool:
+    def _remove_existing(self, new: dict[str, _Stored]) -> bool:
         """Remove the tasks that exist. Return whether there were any."""
         found = self.table.read_ids(_SAME, new, _TAG)
         for id, topic, data, key, created in found:
@@ -440,7 +440,7 @@ class Writer:
             self._known[id] = (id, topic, data, None, key), "registered" if created >= self.began else "existing"
         return bool(found)
 
-    def _compare(self, task: _Row, row: Mapping[str, Any]) -> None:
+    def _compare(self, task: _Stored, row: Mapping[str, Any]) -> None:
         """Count a row, or reject it, by the task that the table has. Only the first equal row is not `repeated`."""
         id = task[_ID]
         known, outcome = self._known[id]
@@ -459,7 +459,7 @@ class Writer:
         self.reject({**dict.fromkeys(schemas.REJECT.names), **row, **data, **times, "reason": reason})
 
 
-def _task(row: Mapping[str, Any]) -> _Row:
+def _task(row: Mapping[str, Any]) -> _Stored:
     """Return the row to insert. Raises InvalidMessage or TypeError if `outbox.register` refuses it."""
     if row["reason"] is not None:
         raise InvalidMessage(row["reason"])
@@ -481,7 +481,7 @@ def _task(row: Mapping[str, Any]) -> _Row:
     return task_row(task)
 
 
-def _same(one: _Row, other: _Row) -> bool:
+def _same(one: _Stored, other: _Stored) -> bool:
     """Tell whether two rows with the same ID are the same task, even if their messages are serialized differently."""
     if (one[_TOPIC], one[_KEY]) != (other[_TOPIC], other[_KEY]):
         return False

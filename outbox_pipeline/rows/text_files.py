@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from outbox.errors import SettingError
+from outbox_pipeline.file_names import columns_of_folders
 from outbox_pipeline.rows.texts import CONVERT, is_text, members_of_line
 
 #: What other programs write to CSV for NULL.
@@ -28,6 +29,9 @@ _BLANK = " \t\n\x0b\f\r"
 _MOST = 16_000_000
 #: Precedes a line in which invalid UTF-8 was replaced, so that the line cannot be registered by accident.
 REPLACED = "(invalid UTF-8 was replaced) "
+
+#: Characters that no text file has: UTF-16, a file that a crash cut off and filled up, and the end of a file in DOS.
+_BINARY = re.compile(r"[\0\x1a]")
 
 #: A line, its values, why it is rejected, and the columns with a text that may mean NULL.
 _Found = tuple[str, Mapping[str, str | None], str | None, Sequence[str]]
@@ -56,18 +60,24 @@ class TextFiles:
     known: frozenset[str] | None = field(default=None)
 
     def records(self, batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
-        """Yield the records of lines: the bytes, the file, the place where the part of the file begins, and folders.
+        """Yield the records of lines: the bytes, the file, and the place where the part of the file begins.
 
         The lines of a part are together and in order.
         """
         rows = (zip(*(column.to_pylist() for column in batch.columns), strict=True) for batch in batches)
-        for (file, begin, *values), part in itertools.groupby(itertools.chain(*rows), itemgetter(slice(1, None))):
-            folders, lines = dict(zip(self.folders, values, strict=True)), map(itemgetter(0), part)
+        for (file, begin), part in itertools.groupby(itertools.chain(*rows), itemgetter(1, 2)):
+            values, lines = columns_of_folders(unquote(file)), map(itemgetter(0), part)
+            folders = {name: values.get(name) for name in self.folders}
             where = "/".join(f"{name}={value or 'NULL'}" for name, value in folders.items())
             found = self._json(lines) if self.heads is None else _csv(self.heads[file], lines, is_first=begin == 0)
             for text, members, reason, nulls in found:
                 twice = [name for name in folders if name in members]
                 why = reason or (f"the line has unknown columns: {', '.join(twice)}" if twice else None)
+                if binary := _BINARY.search(text):
+                    why = (
+                        f"the line has the control character {binary[0]!r}. The file is in UTF-16, or its end was "
+                        "lost. Convert it to UTF-8, or write it again"
+                    )
                 if why and where:  # the line does not have their columns
                     why += f" (folder {where})"
                 yield Record({} if why else {**members, **folders}, unquote(file), _readable(text), why, nulls)
@@ -116,10 +126,10 @@ def _csv(head: Sequence[str], lines: Iterable[bytes], *, is_first: bool) -> Iter
             why = f"the line has {len(fields)} values, but the header has {len(head)} columns"
         if why and '\\"' in text:
             why += ". Double the quotes inside of quotes instead of a backslash. Spark needs the option escape='\"'"
-        yield (text, {}, why, ()) if why else _values(head, fields, text)
+        yield (text, {}, why, ()) if why else _csv_line(head, fields, text)
 
 
-def _values(head: Sequence[str], fields: Sequence[str], text: str) -> _Found:
+def _csv_line(head: Sequence[str], fields: Sequence[str], text: str) -> _Found:
     values: dict[str, str | None] = dict(zip(head, fields, strict=True))
     unsure = [name for name, value in values.items() if not value or _NULL.fullmatch(value)]
     nulls = []

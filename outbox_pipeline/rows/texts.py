@@ -16,12 +16,6 @@ NAMESPACE = UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55")
 EPOCH, MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 
 
-#: The columns of a task in the first version.
-_FIRST = {
-    "topic", "data", "attributes", "priority", "ordering_key", "at_most_once", "sequence", "available_at", "expires_at",
-}  # fmt: skip
-
-
 def task_id(topic: str, *key: str) -> str:
     """Return the ID that `register` gives a row with this topic and these values of its key columns."""
     return derived(map(plain, (topic, *key)))
@@ -36,23 +30,18 @@ def derived(parts: Iterable[str | None]) -> str:
 def whole_row_id(row: Mapping[str, Any]) -> str:
     """Return the ID of a row without a key. It depends on the values only. `row` has the columns of a task.
 
-    The columns of the first version have fixed places, and others count if they have a value. So no new column changes
-    the ID of a row that does not have it.
+    Columns without a value are left out, so no new column changes the ID of a row that does not have it.
     """
-    attributes = row["attributes"]
-    pairs = None if attributes is None else [{"key": name, "value": attributes[name]} for name in sorted(attributes)]
-    others = (row[name] for name in ("priority", "ordering_key", "at_most_once", "sequence"))
-    times = (row[name] for name in ("available_at", "expires_at"))
-    return derived(
-        [
-            row["topic"],
-            None if row["data"] is None else row["data"].hex().upper(),
-            json.dumps({"attributes": pairs}, ensure_ascii=False, separators=(",", ":")),
-            *(text(value) for value in others),
-            *(None if time is None else str((time - EPOCH) // MICROSECOND) for time in times),
-            *(part for name in sorted({*row} - _FIRST) if row[name] is not None for part in (name, str(row[name]))),
-        ]
-    )
+    given = {name: row[name] for name in sorted(row) if row[name] is not None}
+    return derived(part for name, value in given.items() for part in (name, _canonical(value)))
+
+
+def _canonical(value: Any) -> str | None:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, datetime):
+        return str((value - EPOCH) // MICROSECOND)
+    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else text(value)
 
 
 def text(value: object) -> str | None:
@@ -74,7 +63,7 @@ def members_of_line(line: bytes) -> dict[str, str | None]:
     try:
         return members_of(text)
     except json.JSONDecodeError as error:
-        if "\0" in text or not is_text(text):  # UTF-16 has null characters
+        if not is_text(text):
             raise ValueError(f"the line is not valid UTF-8. {CONVERT}") from None
         raise ValueError(f"the line is not a JSON object: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
@@ -93,13 +82,13 @@ def members_of(text: str) -> dict[str, str | None]:
     if text[place : place + 1] == "}":
         sign, place = _punctuation(text, place, "}")
     while sign != "}":
-        name, place = _value(text, place, "a name")
+        name, place = _member(text, place, "a name")
         if name is None or text[place - 1] != '"':
             raise json.JSONDecodeError("Expecting a name in double quotes", text, place)
         if name in found:
             raise ValueError(f"has the name {name[:100]} twice")
         _, place = _punctuation(text, place, ":")
-        found[name], place = _value(text, place, name)
+        found[name], place = _member(text, place, name)
         sign, place = _punctuation(text, place, ",}")
     if place != len(text):
         raise json.JSONDecodeError("Expecting nothing after the object", text, place)
@@ -114,7 +103,7 @@ def _no_constant(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_no_constant)
 
 
-def _value(text: str, begin: int, name: str) -> tuple[str | None, int]:
+def _member(text: str, begin: int, name: str) -> tuple[str | None, int]:
     """Return the value that begins at a place, and its end."""
     value, end = _DECODER.raw_decode(text, begin)
     written = text[begin:end]

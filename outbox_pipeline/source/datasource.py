@@ -8,7 +8,7 @@ https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.h
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ from outbox_pipeline.job_settings import RATE
 from outbox_pipeline.rows.register_rows import COUNTS, Writer, check, complete, in_key_order, json_line
 from outbox_pipeline.rows.texts import MICROSECOND
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.filters import ColumnFilter, bounds, equal, of_columns
+from outbox_pipeline.source.filters import ColumnFilter, equal, of_columns, time_bounds
 from outbox_pipeline.source.parts import IdsPart, RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, read_partitions, read_parts, report
@@ -70,7 +70,7 @@ _DATABASE = {
 }  # fmt: skip
 #: What Spark adds to the options of CREATE TABLE, which it also passes a second time, as `option.NAME`.
 _OF_TABLE = {"collation", "comment", "external", "is_managed_location", "location", "owner", "path", "provider"}
-_COLUMNS = tuple(schemas.TASK.fieldNames())
+_COLUMNS = tuple(schemas.SOURCE.fieldNames())
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ _OF_WRITER = {
 }
 
 
-def parse(
+def parse_options(
     options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
 ) -> tuple[dict[str, Any], DatabaseSettings]:
     """Return the values of the `options` that are given, and their database. Raises SettingError."""
@@ -116,6 +116,12 @@ def parse(
     return values, DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()})
 
 
+def _of_options(options: Mapping[str, Any]) -> tuple[ColumnFilter, ...]:
+    """Return the filters that the options of a reader say."""
+    columns = {"state": "State", "topic": "Topic"}
+    return tuple((column, "EqualTo", options[name]) for name, column in columns.items() if name in options)
+
+
 _log = logging.getLogger("outbox_pipeline")
 
 _DECODED = StructType([schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]])
@@ -128,7 +134,7 @@ def read_tasks(
 
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
-    schema = StructType([schemas.TASK[name] for name in columns])
+    schema = StructType([schemas.SOURCE[name] for name in columns])
     reader = OutboxReader({"partitions": read_partitions(spark)}, database, schema)
     return read_parts(spark, reader.read, reader.planned(wanted, at), schema)
 
@@ -149,9 +155,11 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _checked(schema: StructType) -> StructType:
     """Return the schema. Raises SettingError if it has an unknown column or a column of the wrong type."""
     for field in schema:
-        if field.name not in schemas.TASK.fieldNames():
-            raise SettingError(f"Unknown column {field.name!r}. Known columns: {', '.join(schemas.TASK.fieldNames())}")
-        if field.dataType.simpleString() != (ours := schemas.TASK[field.name].dataType.simpleString()):
+        if field.name not in schemas.SOURCE.fieldNames():
+            raise SettingError(
+                f"Unknown column {field.name!r}. Known columns: {', '.join(schemas.SOURCE.fieldNames())}"
+            )
+        if field.dataType.simpleString() != (ours := schemas.SOURCE[field.name].dataType.simpleString()):
             raise SettingError(f"Column {field.name} is {ours}, not {field.dataType.simpleString()}")
     return schema
 
@@ -206,23 +214,18 @@ class OutboxReader(_Reading, DataSourceReader):
         since, until = (resolved(options[name], at) if name in options else None for name in ("since", "until"))
         if since and until and since >= until:
             raise SettingError(f"Option since: {shown(since)} is not before until, {shown(until)}")
-        states = (options["state"],) if "state" in options else ()
-        return self.planned(RowFilter(states, options.get("topic"), since, until), at)
+        return self.planned(RowFilter((*_of_options(options), *self.filters), since, until), at)
 
     def planned(self, selection: RowFilter, at: datetime) -> Sequence[InputPartition]:
         """Return the parts of a selection as of `at`."""
         table = self._table
         table.read_layout()
-        if self.filters:
-            states = selection.states or tuple(equal(self.filters, "State") or ())
-            columns = tuple(each for each in self.filters if each[0] != "State")
-            selection = replace(selection, states=states, filters=columns)
-        if (ids := equal(self.filters, "Id")) is not None:
+        if (ids := equal(selection.filters, "Id")) is not None:
             divided = [IdsPart(tuple(ids[start :: self._count])) for start in range(min(self._count, len(ids)))]
             return [InputPartition((part, selection, at, table.layout)) for part in divided]
         found: Sequence[parts.Part] = parts.key_parts(self._count)
-        earliest, latest = bounds(self.filters, "SentAt")
-        if selection.states and {*selection.states} <= {"sent", CANCELLED}:
+        earliest, latest = time_bounds(selection.filters, "SentAt")
+        if (states := equal(selection.filters, "State")) and {*states} <= {"sent", CANCELLED}:
             earliest += [selection.since] if selection.since else []
             latest += [selection.until - MICROSECOND] if selection.until else []
         if earliest:
@@ -265,7 +268,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
     @cached_property
     def _parsed(self) -> tuple[dict[str, Any], DatabaseSettings]:  # type: ignore[override]  # when Spark calls a method, whose error it passes on
         """Check the options and columns. Raises SettingError if a stream does not support one."""
-        options, database = parse(self._given, OF_READER)
+        options, database = parse_options(self._given, OF_READER)
         _checked(self._schema)
         if (state := options.get("state", "sent")) != "sent":
             raise SettingError(f"Option state: a stream follows sent tasks only, not {state}")
@@ -350,7 +353,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             _log.warning(text, self._gap, extra={"action": "gap"})
         # OUT-SPARK-2: `since` is exclusive, and `until` inclusive.
         found = parts.sent_parts(table.layout.ids, since + MICROSECOND, until + MICROSECOND, self._count)
-        selection = RowFilter(("sent",), self._parsed[0].get("topic"))
+        selection = RowFilter(_of_options({"state": "sent", **self._parsed[0]}))
         return [InputPartition((part, selection, at, table.layout)) for part in found]
 
     def _end(self, since: datetime, until: datetime, now: datetime, most: int) -> datetime | None:
@@ -402,7 +405,7 @@ class _Writing:
         if overwrite:
             raise SettingError("The outbox can only be appended to: pass mode('append') or outputMode('append')")
         of_table = ("checkpointLocation", "queryName", "columns")  # of the query, or of CREATE TABLE
-        values, self._settings = parse(options, _OF_WRITER, ignored=of_table)
+        values, self._settings = parse_options(options, _OF_WRITER, ignored=of_table)
         self._topic, self._key = values.get("topic", ""), values.get("key", ())
         self._rate, self._names = float(values.get("maxRowsPerSecond", 0)), schema.fieldNames()
         check(schema, self._topic, self._key)
@@ -451,14 +454,14 @@ class OutboxStreamWriter(_Writing, DataSourceStreamArrowWriter):
 @without_stack_trace()
 def schema_of(given: Mapping[str, str]) -> StructType:
     """Return the columns that the options select."""
-    options, _ = parse(given, OF_READER | _OF_WRITER)
-    return StructType([schemas.TASK[name] for name in options.get("columns", schemas.TABLE.names)])
+    options, _ = parse_options(given, OF_READER | _OF_WRITER)
+    return StructType([schemas.SOURCE[name] for name in options.get("columns", schemas.STORED.names)])
 
 
 @without_stack_trace()
 def reader_of(given: Mapping[str, str], schema: StructType) -> OutboxReader:
     """Return the batch reader, in the process that pushes filters down one that takes them."""
-    options, database = parse(given, OF_READER, ignored=(*_OF_WRITER,))  # which a table of SQL has, too
+    options, database = parse_options(given, OF_READER, ignored=(*_OF_WRITER,))  # which a table of SQL has, too
     if only := [name for name in ("maxRowsPerTrigger", "failOnDataLoss") if name in options]:
         raise SettingError(f"Option {only[0]} is for streams only. Remove it")
     # Spark refuses any other reader with this method unless spark.sql.python.filterPushdown.enabled is set.

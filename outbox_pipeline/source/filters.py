@@ -1,6 +1,6 @@
-"""Filters that Spark pushes down to the reader, as plain data. Spark applies them again, so they only narrow a read."""
+"""Filters of one column as plain data: those of options, and those that Spark pushes down, which it applies again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -19,15 +19,14 @@ _COMPARED = {
 
 def of_columns(filters: Iterable[Any]) -> tuple[ColumnFilter, ...]:
     """Return the filters that compare a column of the table, or the state."""
-    names = {*schemas.TABLE.names, "State"}
+    names = {*schemas.STORED.names, "State"}
     known = ((type(each).__name__, each) for each in filters if type(each).__name__ in _COMPARED)
     return tuple((each.attribute[0], kind, each.value) for kind, each in known if each.attribute[0] in names)
 
 
-def mask(columns: Mapping[str, pa.Array], given: ColumnFilter) -> pa.Array:
-    """Return a mask of the tasks that the filter selects."""
-    name, kind, value = given
-    values = columns[name]
+def mask(values: pa.Array, given: ColumnFilter) -> pa.Array:
+    """Return a mask of the values of the column that the filter selects."""
+    _, kind, value = given
     wanted = pa.array(value, values.type) if kind == "In" else pa.scalar(value, values.type)
     return pc.fill_null(_COMPARED[kind](values, wanted), False)
 
@@ -39,7 +38,7 @@ def equal(filters: Iterable[ColumnFilter], name: str) -> list[str] | None:
     return sorted({*found[0]}.intersection(*found)) if found else None
 
 
-def bounds(filters: Iterable[ColumnFilter], name: str) -> tuple[list[datetime], list[datetime]]:
+def time_bounds(filters: Iterable[ColumnFilter], name: str) -> tuple[list[datetime], list[datetime]]:
     """Return the times that the column is not before, and those that it is not after."""
     times = [(kind, value) for column, kind, value in filters if column == name and isinstance(value, datetime)]
     earliest = [value for kind, value in times if kind in {"EqualTo", "GreaterThan", "GreaterThanOrEqual"}]

@@ -65,7 +65,7 @@ def needed(names: Iterable[str]) -> tuple[str, ...]:
 
 def column(name: str, values: Sequence[Any]) -> pa.Array:
     """Return the values of one column of the table."""
-    field = schemas.TABLE[name]
+    field = schemas.STORED[name]
     if isinstance(field.dataType, LongType | TimestampType):
         # Only NULL has an empty text.
         texts = pa.array([value.string_value or None for value in values], pa.string())
@@ -118,36 +118,30 @@ def message_columns(ids: Sequence[str], data: Sequence[bytes]) -> Columns:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """A selection of tasks. Without `states`, a task may have any.
+    """A selection of tasks by all `filters`.
 
     `since` is inclusive, `until` exclusive. They apply to the SentAt of a sent or cancelled task and the CreatedAt of
     any other task.
     """
 
-    states: tuple[str, ...] = ()
-    topic: str | None = None
+    filters: tuple[ColumnFilter, ...] = ()
     since: datetime | None = None
     until: datetime | None = None
-    filters: tuple[ColumnFilter, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the columns that the selection depends on."""
-        names = ["State"] if self.states else []
-        names += ["Topic"] if self.topic is not None else []
-        names += ["SentAt", "CreatedAt"] if self.since or self.until else []
-        return (*names, *(name for name, _, _ in self.filters))
+        times = ("SentAt", "CreatedAt") if self.since or self.until else ()
+        return (*times, *(name for name, _, _ in self.filters))
 
     def mask(self, columns: Columns, at: datetime) -> pa.Array | None:
         """Return a mask of the selected tasks, or None if all are selected."""
-        masks = []
-        if self.states:
-            masks.append(pc.is_in(arrow_states(pc, columns, at), pa.array(self.states)))
-        if self.topic is not None:
-            masks.append(pc.equal(columns["Topic"], self.topic))
+        masks = [
+            filters.mask(arrow_states(pc, columns, at) if each[0] == "State" else columns[each[0]], each)
+            for each in self.filters
+        ]
         if self.since or self.until:
             masks.append(self.between(pc.coalesce(columns["SentAt"], columns["CreatedAt"])))
-        masks += [filters.mask(columns, each) for each in self.filters]
         return reduce(pc.and_, masks) if masks else None
 
     def between(self, times: pa.Array) -> pa.Array:

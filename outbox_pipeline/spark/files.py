@@ -1,24 +1,26 @@
 """Files and folders through Hadoop's file systems, so every URL that Spark supports works, and the inputs of jobs.
 
 Of the files that users pass, those that Spark would ignore or misread without an error are refused. Spark ignores
-hidden names, subfolders and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi, Iceberg or
+hidden names and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi, Iceberg or
 Paimon, so also deleted rows, and all files of a stream, so also those of an unfinished batch.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import AnalysisException, ParseException, PySparkException
-from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError, SettingError
-from outbox_pipeline.job_settings import COMPRESSED, UNREADABLE, format_of
+from outbox_pipeline.file_names import COMPRESSED, UNREADABLE, columns_of_folders, format_of, names_format
 from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 
 #: The first character of a pattern, or a backslash, which escapes one.
@@ -135,32 +137,30 @@ class Folder:
 
 @dataclass(frozen=True)
 class Input:
-    """Files of one format. `columns` are the names of their folders NAME=VALUE, which are in the folder `base`."""
+    """Files of one format, also in subfolders. `columns` are the names of their folders NAME=VALUE."""
 
     spark: SparkSession
     path: str
     files: Sequence[str]
-    base: str = ""
     columns: Sequence[str] = ()
     #: The size of the largest file.
     largest: int = 0
 
-    def reader(self, *, only_files: bool = False) -> DataFrameReader:
-        """Return a reader of the columns of files and folders, or only of those of the files."""
+    def reader(self) -> DataFrameReader:
+        """Return a reader of the columns of the files. Spark would decode those of folders as if they were ASCII."""
         # Many clusters skip damaged and missing files without an error.
-        reader = self.spark.read.options(ignoreCorruptFiles=False, ignoreMissingFiles=False)
-        if only_files:
-            return reader.option("recursiveFileLookup", True)
-        return reader.option("basePath", self.base) if self.columns else reader
+        how = {"ignoreCorruptFiles": False, "ignoreMissingFiles": False, "recursiveFileLookup": True}
+        return self.spark.read.options(**how)
 
     def lines(self) -> DataFrame:
-        """Return the lines of text files as bytes, the file, where its part begins, and the columns of the folders."""
-        columns = ["CAST(value AS BINARY)", "_metadata.file_path", "_metadata.file_block_start"]
-        lines = self.reader().text(self.path, lineSep="\n").selectExpr(*columns, *map(quoted, self.columns))
-        return lines.toDF("value", "file", "begin", *map(str, range(len(self.columns))))
+        """Return the lines of text files as bytes, the file, and where its part begins."""
+        lines = self.reader().text(self.path, lineSep="\n")
+        return lines.selectExpr(
+            "CAST(value AS BINARY) AS value", "_metadata.file_path AS file", "_metadata.file_block_start AS begin"
+        )
 
     def check_columns(self, of_files: Iterable[str]) -> None:
-        """Raise OutboxError if files and folders have the same column. Spark would read that of the folders."""
+        """Raise OutboxError if files and folders have the same column."""
         found = {name.casefold() for name in of_files}
         if twice := [name for name in self.columns if name.casefold() in found]:
             raise OutboxError(
@@ -178,15 +178,14 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
     _check_tables(spark, qualified)
     if qualified.startswith("file:"):
         _check_links(qualified.removeprefix("file:"), format)
-    sizes, nested = dict[str, int](), list[str]()
+    sizes = dict[str, int]()
     for match, file, size in Folder(spark, path).matching():
         inside = file.removeprefix(match) or f"/{file.rpartition('/')[2]}"
         if _BELOW_TABLE.search(inside):
             raise _is_table(match)
         if not _HIDDEN.search(inside):
             sizes[file] = size
-            nested += [file] if inside.count("/") > 1 else []
-        elif size and format_of(file.removesuffix("._COPYING_")) == format:
+        elif names_format(file, format):
             raise OutboxError(
                 f"Spark would ignore {file}, because a name begins with _ or a dot, or is that of an unfinished copy. "
                 "Rename it, or move it away"
@@ -197,19 +196,29 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
     places = [Path(file.removeprefix("file:")) for file in sizes if file.startswith("file:")]
     for folder in {place.resolve().parent for place in places} - {place.parent for place in places}:
         _check_tables(spark, f"file:{folder}")
+    _check_names(path, sizes, format)
     _check_readable(sizes, format)
     begin = None if Folder(spark, path).is_literal() else PATTERN.search(qualified)
     if not begin:  # a name that looks like a pattern
         path = PATTERN.sub(r"\\\g<0>", path)
     literal = qualified[: begin.start()].rpartition("/")[0] if begin else qualified
-    names = {name.casefold() for name in known}  # Spark compares them so
-    found = _in_folders(spark, path, sizes, literal.count("/") + 1, names)
-    if nested and not found.columns:
-        raise OutboxError(
-            f"Spark would ignore files in subfolders of {path}, such as {min(nested)}. Pass the folders that have "
-            f"files, with a pattern such as {path.rstrip('/')}/*/"
-        )
-    return found
+    columns = _columns(sizes, literal.count("/") + 1, {name.casefold() for name in known})
+    return Input(spark, path, sorted(sizes), columns, max(sizes.values()))
+
+
+def _columns(files: Iterable[str], literal: int, known: Collection[str]) -> list[str]:
+    """Return the names of the columns of folders.
+
+    The first `literal` parts of each path are not a pattern. A folder of them is a column only if its name is known.
+    """
+    found = dict[str, None]()
+    for file in sorted(files):
+        try:
+            outside = [name for name in columns_of_folders(file) if name.casefold() in known]
+            found |= dict.fromkeys([*outside, *columns_of_folders(file, literal)])
+        except UnicodeDecodeError:
+            raise OutboxError(f"A folder of {file} has escaped characters that are not UTF-8. Rename it") from None
+    return [*found]
 
 
 def read_all_columns(given: Input) -> DataFrame:
@@ -218,7 +227,7 @@ def read_all_columns(given: Input) -> DataFrame:
     A column that a file does not have is NULL. If two files have different types, the OutboxError names the column.
     """
     try:
-        of_files = given.reader(only_files=True).option("mergeSchema", True).parquet(given.path)
+        rows = given.reader().option("mergeSchema", True).parquet(given.path)
     except (PySparkException, Py4JError) as error:
         found: dict[str, tuple[str, str]] = {}
         for file in given.files:
@@ -231,8 +240,12 @@ def read_all_columns(given: Input) -> DataFrame:
                         f"types{'. If it has no value in a file, drop it there' if 'int' in (type_, other) else ''}"
                     ) from error
         raise
-    given.check_columns(of_files.columns)
-    return given.reader().schema(of_files.schema).parquet(given.path)
+    given.check_columns(rows.columns)
+    return rows.withColumns({name: _of_folder(name)("_metadata.file_path") for name in given.columns})
+
+
+def _of_folder(name: str) -> Callable[[str], Column]:
+    return f.udf(lambda path: columns_of_folders(unquote(path)).get(name), "string")
 
 
 def read_table(spark: SparkSession, flag: str, name: str) -> DataFrame:
@@ -272,6 +285,16 @@ def _is_table(folder: str) -> OutboxError:
     )
 
 
+def _check_names(path: str, files: Collection[str], format: str) -> None:
+    """Raise OutboxError if a file may be unfinished: its name continues after the extension, or others have one."""
+    others = [file for file in files if format_of(file) != format]
+    if wrong := [file for file in others if len(others) < len(files) or names_format(file, format)]:
+        raise OutboxError(
+            f"{min(wrong)} does not end with the extension of {format}. Another program may still be writing it, or it "
+            f"is no input. Rename it, move it away, or pass a pattern such as {path.rstrip('/')}/*.{format}"
+        )
+
+
 def _check_readable(sizes: Mapping[str, int], format: str) -> None:
     """Raise OutboxError if a file cannot be decompressed, or is empty. Only JSON lines may all be empty."""
     for file in sizes if format in ("json", "csv") else ():
@@ -288,40 +311,6 @@ def _check_readable(sizes: Mapping[str, int], format: str) -> None:
         empty = [file for file in empty if len(empty) < len(sizes) and not re.search(r"/part-[^/]*$", file)]
     if empty:
         raise OutboxError(f"{min(empty)} is empty. Write it again, or delete it if it should have no rows")
-
-
-def _in_folders(
-    spark: SparkSession, path: str, sizes: Mapping[str, int], literal: int, known: Collection[str]
-) -> Input:
-    """Return the input with the columns of folders NAME=VALUE.
-
-    The first `literal` parts of each path are not a pattern. A folder of them is a column only if its name is known.
-    Raises OutboxError if Spark would lose a column, or the files in some folders.
-    """
-    kinds: dict[tuple[str, tuple[str, ...]], str] = {}
-    for file in sorted(sizes):
-        parts = file.split("/")[:-1]
-        names = {
-            at: name
-            for at, part in enumerate(parts)
-            for name, equals, _ in [part.partition("=")]
-            if equals and (at >= literal or name.casefold() in known)
-        }
-        begin = len(parts) - len(names)
-        if names and min(names) < begin:
-            raise OutboxError(
-                f"Spark would ignore the column of the folder {parts[min(names)]}, because {file} is in a subfolder "
-                "without a column. Move the files into the folder"
-            )
-        kinds.setdefault(("/".join(parts[:begin]) if names else "", tuple(names.values())), file)
-    if len(kinds) > 1:
-        one, other = list(kinds.values())[:2]
-        raise OutboxError(
-            f"{one} and {other} are not in folders with the same columns, so Spark would ignore files. Pass them in "
-            "separate runs"
-        )
-    [(base, columns)] = kinds
-    return Input(spark, path, sorted(sizes), base, columns, max(sizes.values()))
 
 
 def whole_files(given: Input) -> Input:

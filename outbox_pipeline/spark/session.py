@@ -41,8 +41,6 @@ _ALWAYS: dict[str, Any] = {
     "spark.sql.files.ignoreMissingFiles": "false",
     # Otherwise a part that two expressions of --select have in common fails outside of the attempts of both.
     "spark.sql.subexpressionElimination.enabled": "false",
-    # The folder month=01 is the text 01, not the number 1, which would be another key of a task ID.
-    "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     # A job reads its cached rows only a few times, so compressing them takes longer than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Sorted rows are grouped without a hash table.

@@ -26,7 +26,7 @@ from outbox_admin import operations
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs import archive as job
 from outbox_pipeline.jobs.archive import purge_chunk
-from outbox_pipeline.jobs.archive_files import Archive, Log, Window, checksum_columns, floor
+from outbox_pipeline.jobs.archive_files import Archive, ArchivedWindow, Log, checksum_columns, floor
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, MICROSECOND, Watch, delete, insert, insert_cancelled, row, rows_of, update
@@ -50,7 +50,7 @@ def ids(names: Iterable[str], at: datetime) -> list[tuple[str, datetime]]:
 
 def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime) -> DataFrame:
     """Return the expected archive of all rows, which were sent on one day, without using our own reader."""
-    names = schemas.TABLE.fieldNames()
+    names = schemas.STORED.fieldNames()
     with database.snapshot() as snapshot:
         found = list(snapshot.execute_sql(f"SELECT {', '.join(names)} FROM AsynchronousTasks"))
     data = names.index("Data")
@@ -81,7 +81,7 @@ def test_archived_rows_equal_the_table_in_every_column(case: Case):
             case.spark.conf.set("spark.sql.session.timeZone", zone)
             archive = case.folder / zone
             done = case.archive(to=archive, since=DAY + HOUR * 7, late=True)
-            assert (done.windows, done.written) == (1, len(odd) + len(messages) + 2)
+            assert (done["windows"], done["written"]) == (1, len(odd) + len(messages) + 2)
             assert [(each["rows"], each["checksum"]) for each in Files(archive).windows()] == [checksum], zone
         found = read_archive(case.spark, str(archive)).cache()
     finally:
@@ -114,7 +114,7 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(case: Case, mon
         monkeypatch.setattr(job, name, failing(getattr(job, name), note))
     done = case.archive(late=True)
     assert all(note.exists() for note in failed)
-    assert (done.windows, done.written) == (1, number)
+    assert (done["windows"], done["written"]) == (1, number)
     [window] = case.files.windows()
     assert window["rows"] == number
     assert case.files.tasks(case.spark) == [(each["Id"], each["SentAt"]) for each in tasks]
@@ -128,7 +128,8 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(case: Case, mon
     monkeypatch.undo()
     # The checksum is of the rows that were read back. Otherwise the purge would delete nothing.
     done = case.archive(purge=True)
-    assert (done.windows, done.purged_windows, done.deleted, done.resent, done.missing) == (0, 1, number, 0, 0)
+    nothing = {"windows": 0, "written": 0, "resent": 0, "missing": 0}
+    assert done == {**nothing, "until": NEXT_DAY, "purged_windows": 1, "deleted": number}
     assert case.rows() == {}
     assert len(case.files.tasks(case.spark)) == number
 
@@ -140,7 +141,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     caplog.set_level("INFO", "outbox_pipeline")
     archive = partial(case.archive, window="1h", until=DAY + HOUR * 4.9)
     first = archive(late=True)
-    assert (first.windows, first.written, first.until) == (1, 4, DAY + HOUR * 4)
+    assert (first["windows"], first["written"], first["until"]) == (1, 4, DAY + HOUR * 4)
     assert caplog.messages == [
         "archived 4 tasks sent or cancelled from 2026-10-20T03:00:00.000000Z to 2026-10-20T04:00:00.000000Z"
     ]
@@ -152,8 +153,8 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     case.insert([sent("too old", DAY), sent("between", DAY + HOUR * 5)])
     archive = partial(case.archive, window="3h", since=DAY, until=DAY + HOUR * 12)
     second = archive(late=True, purge=True)
-    assert (second.windows, second.written, second.until) == (3, 2, DAY + HOUR * 12)
-    assert (second.purged_windows, second.deleted, second.resent, second.missing) == (4, 3, 2, 1)
+    assert (second["windows"], second["written"], second["until"]) == (3, 2, DAY + HOUR * 12)
+    assert (second["purged_windows"], second["deleted"], second["resent"], second["missing"]) == (4, 3, 2, 1)
     bounds = [DAY + HOUR * hours for hours in (3, 4, 6, 9, 12)]
     assert [(each["since"], each["until"], each["rows"]) for each in case.files.windows()] == [
         (shown(since), shown(until), rows)
@@ -168,7 +169,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     ]
     assert caplog.messages[-2] == "purged 1 tasks of 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
     nothing = archive(late=True)
-    assert nothing.windows == 0
+    assert nothing["windows"] == 0
     assert (
         caplog.messages[-1]
         == f"No window has ended by {shown(DAY + HOUR * 12)}. The next one ends at {shown(DAY + HOUR * 15)}"
@@ -181,7 +182,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(case: Case, caplog: p
     # A window is purged once, so a task that gets the archived SentAt later stays.
     case.insert([sent("stays", DAY + HOUR * 3.5)])
     third = archive(late=True, purge=True)
-    assert (third.windows, third.until, third.purged_windows, third.deleted) == (0, DAY + HOUR * 12, 0, 0)
+    assert (third["windows"], third["until"], third["purged_windows"], third["deleted"]) == (0, DAY + HOUR * 12, 0, 0)
     assert "stays" in case.rows()
 
 
@@ -192,7 +193,7 @@ def test_cancelled_tasks_are_archived_and_purged_like_sent_ones(case: Case):
     insert_cancelled(case.database, [row("later")], NEXT_DAY)
     case.insert([sent("sent", at + HOUR)])
     done = case.archive(late=True)
-    assert (done.windows, done.written, done.until) == (1, 4, NEXT_DAY)
+    assert (done["windows"], done["written"], done["until"]) == (1, 4, NEXT_DAY)
     tasks = {
         each["Id"]: each
         for each in read_archive(case.spark, str(case.folder), since=at, until=NEXT_DAY).toArrow().to_pylist()
@@ -210,7 +211,7 @@ def test_cancelled_tasks_are_archived_and_purged_like_sent_ones(case: Case):
     update(case.database, "restored", SentAt=None, CancelledBy=None)
     update(case.database, "published", CancelledBy=None)
     done = case.archive(purge=True)
-    assert (done.deleted, done.resent, done.missing) == (2, 2, 0)
+    assert (done["deleted"], done["resent"], done["missing"]) == (2, 2, 0)
     assert case.rows().keys() == {"restored", "published", "later"}
 
 
@@ -231,10 +232,10 @@ def test_a_window_is_read_as_of_when_its_marks_are_final(case: Case, monkeypatch
 
     archive = partial(case.archive, window="2s", since=since, until=until)
     done = archive(purge=True)
-    assert (done.windows, done.written, done.until) == (1, 4, until)
+    assert (done["windows"], done["written"], done["until"]) == (1, 4, until)
     assert case.files.tasks(case.spark) == ids(("again", "gone", "reset", "same"), sent_at)
     assert [each["read_timestamp"] for each in case.files.windows()] == [shown(until + final)]
-    assert (done.deleted, done.resent, done.missing) == (1, 2, 1)
+    assert (done["deleted"], done["resent"], done["missing"]) == (1, 2, 1)
     assert sorted(case.rows()) == ["again", "reset", "too late"]
 
 
@@ -245,7 +246,7 @@ def test_an_archive_that_cannot_run_says_what_to_do(case: Case, monkeypatch: pyt
     # Without a sent task there is no first window.
     case.insert([row("waits"), row("dead", AvailableAt=NEVER)])
     done = case.archive(until="1m", purge=True)
-    assert (done.windows, done.written, done.until, done.purged_windows) == (0, 0, None, 0)
+    assert (done["windows"], done["written"], done["until"], done["purged_windows"]) == (0, 0, None, 0)
     found = read_archive(case.spark, str(case.folder))
     assertSchemaEqual(found.schema, schemas.ARCHIVED)
     assert found.collect() == []
@@ -266,7 +267,7 @@ def test_an_archive_that_cannot_run_says_what_to_do(case: Case, monkeypatch: pyt
     assert "Pass --read-late to read the window as of now" in sentence
     assert list(case.folder.iterdir()) == []
 
-    other = Window("projects/p/instances/i/databases/other", DAY, NEXT_DAY, NEXT_DAY, 0, None, "", {}, NEXT_DAY)
+    other = ArchivedWindow("projects/p/instances/i/databases/other", DAY, NEXT_DAY, NEXT_DAY, 0, None, "", {})
     assert Log(str(case.folder)).append(other, [])
     with pytest.raises(
         OutboxError, match=r"is the archive of projects/p/instances/i/databases/other, not of projects/"
@@ -282,7 +283,7 @@ def test_old_versions_stay_gone_after_the_retention_period_was_raised(case: Case
     monkeypatch.setattr(Table, "retention", lambda _: timedelta(days=1000))
     with pytest.raises(OutboxError, match=r"cannot be read as of .* does not bring back older ones"):
         case.archive()
-    assert case.archive(late=True).written == 1
+    assert case.archive(late=True)["written"] == 1
 
 
 def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_window(
@@ -313,7 +314,7 @@ def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_wind
     def overtaken(*arguments: Any) -> bool:
         assert len(case.files.runs()) == left + 2
         monkeypatch.setattr(Log, "append", append)
-        assert archive(late=True).windows == 1
+        assert archive(late=True)["windows"] == 1
         return append(*arguments)
 
     monkeypatch.setattr(Log, "append", overtaken)
@@ -328,7 +329,7 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_log(case: Case, monkey
     monkeypatch.setattr(job, "rebalanced", lambda tasks: tasks.repartitionByRange(2, "Id"))
     case.insert([sent("a", DAY), sent("b", DAY, Topic="users"), sent("c", NEXT_DAY)])
     archive = partial(case.archive, until=NEXT_DAY + HOUR * 24)
-    assert archive(late=True).windows == 2
+    assert archive(late=True)["windows"] == 2
     first, _ = sorted(case.folder.glob("window=*"))
 
     def refused(sentence: str) -> None:
@@ -371,7 +372,7 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_log(case: Case, monkey
         window.edit(**(right := {name: window[name] for name in ("rows", "checksum")}) | wrong)
         refused("Their tasks were not purged")
     window.edit(**right)
-    assert archive(purge=True).deleted == 2
+    assert archive(purge=True)["deleted"] == 2
 
 
 def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Database, monkeypatch: pytest.MonkeyPatch):
@@ -401,7 +402,7 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(case: Case, monk
     assert 0 < failed["Tasks"] == len(tasks) + len(left) - len(case.rows())
     assert case.files.tasks(case.spark) == everything, "nothing is deleted before all of it can be read"
     done = case.archive(purge=True)
-    assert (done.windows, done.written, done.until) == (0, 0, NEXT_DAY)
+    assert (done["windows"], done["written"], done["until"]) == (0, 0, NEXT_DAY)
     assert case.files.tasks(case.spark) == everything
     [note] = case.files.purges()
     assert note is not None

@@ -64,10 +64,10 @@ def test_tasks_of_table_and_archive_are_compared_with_files(case: Case):
     given = {"archive": str(case.folder / "archive")}
     found = case.audit(**given)
     counts = {"tasks": 9, "delivered": 4, "lost": 1, "pending": 2, "dead": 1, "cancelled": 1, "messages": 5}
-    assert {name: getattr(found, name) for name in counts} == counts
-    assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 2, 1)
-    assert found.cancelled_after_publish == 1
-    assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
+    assert {name: found[name] for name in counts} == counts
+    assert (found["unknown"], found["foreign"], found["unreadable"], found["mismatched"]) == (1, 1, 2, 1)
+    assert found["cancelled_after_publish"] == 1
+    assert not any(found[name] for name in ("republished", "redelivered", "late", "arriving", "out_of_order"))
     shows_what_is_lost(case.folder / "report")
     with pytest.raises(OutboxError, match=r"exists\. Each audit needs a new folder"):
         case.audit(**given)
@@ -97,9 +97,9 @@ def tasks_here_and_there(case: Case) -> None:
 
     case.insert([task(id, SentAt=AT + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
     insert_cancelled(case.database, [task("cancelled"), task("restored")], AT + 5 * SECOND)
-    assert case.archive(to=case.folder / "archive", late=True).written == 5
+    assert case.archive(to=case.folder / "archive", late=True)["written"] == 5
     update(case.database, "restored", SentAt=None, CancelledBy=None)
-    assert case.archive(to=case.folder / "archive", purge=True).deleted == 4
+    assert case.archive(to=case.folder / "archive", purge=True)["deleted"] == 4
     case.insert([
         task("again", SentAt=AT + 2 * HOUR), task("in the table", SentAt=AT + 5 * SECOND),
         task("waits"), task("dead", AvailableAt=NEVER, LastError="too large"),
@@ -228,8 +228,8 @@ def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(case: 
     write_avro(folder / "2.avro", [*more, avro_message("foreign", AT, {})])
     given = {"received": f"{folder}/*.avro"}
     found = case.audit(**given)
-    assert (found.tasks, found.delivered, found.lost) == (2_008, 2_007, 1)
-    assert (found.redelivered, found.mismatched, found.foreign, found.unreadable) == (1, 1, 1, 0)
+    assert (found["tasks"], found["delivered"], found["lost"]) == (2_008, 2_007, 1)
+    assert (found["redelivered"], found["mismatched"], found["foreign"], found["unreadable"]) == (1, 1, 1, 0)
     assert summary_of(case.folder / "report")["latency"]["p50"] == 0.5
 
     damaged = folder / "3.avro"
@@ -249,7 +249,7 @@ LATER = ("AtMostOnce", "BlockedBy", "TimesSent", "CancelledBy")
 def of_another_version(case: Case, *, purge: bool) -> None:
     """Archive two tasks, of which one was received."""
     case.insert([sent(id, AT, CreatedAt=AT, Data=serialized(b"data"), OrderingKey="k") for id in ("received", "lost")])
-    assert case.archive(late=True, purge=purge).written == 2
+    assert case.archive(late=True, purge=purge)["written"] == 2
 
 
 def change(folder: Path, *dropped: str, adds: bool = False) -> None:
@@ -266,8 +266,8 @@ def test_an_archive_of_another_version_is_audited_and_replayed(case: Case, tmp_p
     change(case.folder, *LATER, adds=True)
     file = write_lines(tmp_path_factory.mktemp("received") / "1.jsonl", [received("received", AT)])
     found = case.audit(tasks="archive", archive=str(case.folder), received=str(file), until=DAY + 20 * HOUR)
-    assert (found.tasks, found.delivered, found.lost) == (2, 1, 1)
-    assert case.replay(where="true").registered == 2
+    assert (found["tasks"], found["delivered"], found["lost"]) == (2, 1, 1)
+    assert case.replay(where="true")["registered"] == 2
     same = {"Topic": "orders", "Data": base64.b64encode(serialized(b"data")), "OrderingKey": "k", "CreatedAt": AT}
     same |= {"Sequence": None, "Priority": 50, "AtMostOnce": False, "BlockedBy": None}
     assert {id: {name: each[name] for name in same} for id, each in case.rows().items()} == dict.fromkeys(
@@ -286,4 +286,4 @@ def test_an_archive_of_another_version_is_purged_or_one_sentence_says_why_not(ca
     assert len(case.rows()) == 2
     window.edit(checksum=window["checksum"])
     change(case.folder, "Added", "BlockedBy", "CancelledBy")
-    assert case.archive(purge=True).deleted == 2
+    assert case.archive(purge=True)["deleted"] == 2

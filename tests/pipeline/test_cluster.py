@@ -134,23 +134,6 @@ def test_every_other_job_on_a_cluster(shop: Shop):
     assert shop.cluster.spark_tasks() < 200
 
 
-@pytest.mark.long("test_command.py has the sentences")
-@pytest.mark.parametrize(
-    ("variable", "sentence"),
-    [
-        ("PYTHONPATH", "Package outbox_pipeline is missing on an executor. Ship the packages as docs"),
-        ("SPANNER_EMULATOR_HOST", "This is on an executor. Pass it variables with --conf spark.exec"),
-    ],
-)
-def test_what_an_executor_lacks_is_one_sentence(shop: Shop, variable: str, sentence: str):
-    """The driver has it. The exit code says that something is missing."""
-    conf = {f"spark.executorEnv.{variable}": "", "spark.task.maxFailures": "1"}
-    done = shop.cluster.submit(*shop.register(10), variables=shop.variables, conf=conf)
-    [line] = [each for each in done.stderr.splitlines() if '"logger.name": "outbox-pipeline"' in each]
-    assert sentence in json.loads(line)["message"]
-    assert done.code == 3
-
-
 class Job(Protocol):
     """A job that can fail in its middle. Its words are `command`, and `slow` in the first run. It may be a `file`."""
 

@@ -17,6 +17,7 @@ from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
+from outbox_pipeline import Registered
 from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs import register as job
 from outbox_pipeline.rows.register_rows import COUNTS, REGISTER_ROWS, Writer
@@ -210,6 +211,10 @@ def settings(case: Case, **given: str) -> RegisterSettings:
     return RegisterSettings.read(case.options(rejects=f"{case.folder}/no", topic="usual", **given), {})
 
 
+def run(case: Case, given: RegisterSettings) -> Registered:
+    return Registered(**job.run(case.spark, given))
+
+
 def message_of(stored: dict[str, Any]) -> Any:
     return RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
 
@@ -222,7 +227,7 @@ def test_a_table_of_the_catalog_is_an_input(case: Case):
     try:
         given = settings(case, input_table="invoices", key="month")
         others = {"key": "", "select": "upper(data) AS data, topic"}
-        done = [job.run(case.spark, each) for each in (given, given, dataclasses.replace(given, **others))]
+        done = [run(case, each) for each in (given, given, dataclasses.replace(given, **others))]
     finally:
         case.spark.sql("DROP TABLE invoices")
     assert [counts(each) for each in done] == [(2, 2, 0, 0, 0), (2, 0, 2, 0, 0), (2, 2, 0, 0, 0)]
@@ -242,7 +247,7 @@ def test_rejected_rows_can_be_corrected_and_registered(case: Case):
     lines = [bad, {"data": "x", "n": "8"}, {"data": "y", "n": "9", "priority": "high"}, {"data": "z"}]
     path.write_bytes("\n".join(map(json.dumps, lines)).encode() + b'\n{"data":"\xff"}\n{"data":"a"} {"data":"b"}\n')
     given = settings(case, input=str(path), key="n ")
-    done = job.run(case.spark, given)
+    done = run(case, given)
     assert counts(done) == (6, 1, 0, 0, 5)
     found = rejects(done.rejects)
     [by_name] = [each for each in found if "goog" in each["reason"]]
@@ -255,12 +260,12 @@ def test_rejected_rows_can_be_corrected_and_registered(case: Case):
         ("the", '(invalid UTF-8 was replaced) {"data":"\ufffd"}'),
     ]
     # Uncorrected, they are rejected again.
-    again = job.run(case.spark, settings(case, input=f"{done.rejects}/*.json"))
+    again = run(case, settings(case, input=f"{done.rejects}/*.json"))
     assert counts(again) == (5, 0, 0, 0, 5)
     # Corrected, they are registered.
     corrected = [by_name | {"topic": "orders"}, json.loads(found[1]["line"]) | {"priority": 1}]
     path.write_text("\n".join(map(json.dumps, corrected)))
-    assert counts(job.run(case.spark, given)) == (2, 2, 0, 0, 0)
+    assert counts(run(case, given)) == (2, 2, 0, 0, 0)
     stored = case.rows()
     assert set(stored) == {task_id("usual", "8"), task_id("usual", "9"), task_id("goog", "7")}
     one = stored[task_id("goog", "7")]

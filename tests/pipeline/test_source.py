@@ -33,7 +33,7 @@ from outbox_pipeline import schemas, spanner
 from outbox_pipeline.jobs.register import register_stream
 from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.source import parts
-from outbox_pipeline.source.datasource import OF_READER, OutboxReader, parse
+from outbox_pipeline.source.datasource import OF_READER, OutboxReader, parse_options
 from outbox_pipeline.source.parts import IdsPart, KeyPart, SentPart
 from outbox_pipeline.spark.stack_traces import error_from
 from pyspark_outbox import OutboxDataSource
@@ -86,7 +86,7 @@ def every_state(database: Database) -> dict[str, str]:
 
 
 def test_every_column_matches_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
-    got = {each["Id"]: each for each in read(target, columns=",".join(schemas.TASK.fieldNames())).to_pylist()}
+    got = {each["Id"]: each for each in read(target, columns=",".join(schemas.SOURCE.fieldNames())).to_pylist()}
     assert {id: each["State"] for id, each in got.items()} == every_state
     assert set(every_state.values()) == set(STATES)
     for id, expected in rows_of(database).items():
@@ -230,7 +230,7 @@ def test_invalid_options_are_named(target: DatabaseSettings):
         with pytest.raises(SettingError, match=sentence):
             read(target, **wrong)
     upper = {name.upper(): value for name, value in options(target).items()}
-    assert parse(upper, OF_READER) == parse(options(target), OF_READER)
+    assert parse_options(upper, OF_READER) == parse_options(options(target), OF_READER)
     with pytest.raises(NotReached, match="not-there"):
         read(target, database="not-there")
 
@@ -271,14 +271,14 @@ def tasks(spark: SparkSession, target: DatabaseSettings, schema: str | None = No
 def test_the_table_can_be_read_as_a_dataframe(case: Case):
     case.insert([row("a", OrderingKey="k", Priority=7), row("b", Topic="other")])
     plain = tasks(case.spark, case.target)
-    assertSchemaEqual(plain.schema, schemas.TABLE)
+    assertSchemaEqual(plain.schema, schemas.STORED)
     got = {each.Id: each.asDict() for each in plain.collect()}
     assert got["a"]["Priority"] == 7
     assert got["a"]["OrderingKey"] == "k"
     for name in COLUMNS:
         assert (got["b"][name] is None) == (case.rows()["b"][name] is None), name
-    whole = tasks(case.spark, case.target, columns=",".join(schemas.TASK.fieldNames()))
-    assertSchemaEqual(whole.schema, schemas.TASK)
+    whole = tasks(case.spark, case.target, columns=",".join(schemas.SOURCE.fieldNames()))
+    assertSchemaEqual(whole.schema, schemas.SOURCE)
     assert whole.where("State = 'pending' AND Attributes['asynchronous_task_id'] = Id").count() == 2
     own = tasks(case.spark, case.target, "Topic STRING, Id STRING, Attributes MAP<STRING, STRING>")
     assert min(own.collect())[:2] == ("orders", "a")

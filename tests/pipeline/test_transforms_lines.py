@@ -150,6 +150,8 @@ CSV: dict[str, str | None] = {
     '"a" b,orders': "the line has bad quotes: ',' expected after '\"'",
     **{f"x,{text}": "topic is a text for NULL. Write nothing for NULL, or the text in quotes"
        for text in ("NULL", "\\N", "<NA>", "null", "NA", "N/A", "#N/A", "nil", "nan", "None")},
+    "\0\0\0": "the line has the control character '\\x00'. The file is in UTF-16, or its end was lost",
+    "x,orders\0": "the line has the control character '\\x00'", "\x1a": "the line has the control character '\\x1a'",
     "NULL,orders": "data is a text for NULL", "\\N,orders": "data is a text for NULL",
     "null,orders": None, "nan,orders": None,
 }  # fmt: skip

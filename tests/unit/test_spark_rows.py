@@ -18,9 +18,9 @@ import outbox
 from outbox.errors import SettingError
 from outbox.testing import RecordingTransaction
 from outbox_pipeline import schemas
-from outbox_pipeline.rows.register_rows import COLUMNS, Writer, check, complete
+from outbox_pipeline.rows.register_rows import INPUT_COLUMNS, Writer, check, complete
 from outbox_pipeline.rows.text_files import TextFiles, header
-from outbox_pipeline.rows.texts import CONVERT, derived, task_id, whole_row_id
+from outbox_pipeline.rows.texts import derived, task_id, whole_row_id
 from pyspark_outbox import OutboxDataSource
 from tests.support.pipeline import ROWS, FakeTable, row
 
@@ -52,7 +52,7 @@ def test_utf_16_is_refused_with_a_remedy(encoding: str):
         header("a.csv", "data,topic\né,orders\n".encode(encoding).partition(b"\n")[0])
     columns = {"value": '{"data":"a"}\n'.encode(encoding).split(b"\n")[:1], "file": ["a.jsonl"], "begin": [0]}
     [record] = TextFiles().records([pa.RecordBatch.from_pydict(columns)])
-    assert record.why == f"the line is not valid UTF-8. {CONVERT}"
+    assert str(record.why).startswith("the line has the control character '\\x00'. The file is in UTF-16, or its end")
 
 
 #: The names and types of columns, options, and how the error begins.
@@ -173,8 +173,8 @@ def test_a_row_registers_exactly_what_register_would_or_has_the_reason() -> None
     given = [{"task_id": f"{n:03}"} | each for n, each in enumerate(drawn(random.Random(1)))]
     given = [each if {"data", "data_base64"} & each.keys() else each | {"data": "d"} for each in given]
     given = [each for each in given if not {"data", "data_base64"} <= each.keys()]
-    texts = pa.RecordBatch.from_pylist(given, pa.schema([(name, pa.string()) for name in COLUMNS]))
-    [made] = complete(COLUMNS, "usual", (), iter([texts]))
+    texts = pa.RecordBatch.from_pylist(given, pa.schema([(name, pa.string()) for name in INPUT_COLUMNS]))
+    [made] = complete(INPUT_COLUMNS, "usual", (), iter([texts]))
     valid = []
     for source, found in zip(given, made, strict=True):
         wrong = [name for name, value in source.items() if name != "task_id" and value not in FORMS[name]]
@@ -223,7 +223,7 @@ def test_without_a_key_every_column_changes_the_id():
         {"at_most_once": True}, {"at_most_once": False}, {"available_at": TIME}, {"expires_at": TIME},
         {"available_at": LATER}, {"available_at": TIME.replace(microsecond=123457)}, {"priority": 1, "sequence": 1},
     ]  # fmt: skip
-    names = [name for name in COLUMNS if name not in ("task_id", "data_base64")]
+    names = [name for name in INPUT_COLUMNS if name not in ("task_id", "data_base64")]
     assert {name for each in others for name in each} == {*names}
     rows = [{name: (base | each)[name] for name in names} for each in others]
     rows += [rows[0] | {"a new column": value} for value in (None, "", "1", 1.5, "another new one")]

@@ -8,7 +8,7 @@ from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive_files import Archive, Window, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive_files import Archive, ArchivedWindow, archivable, checksum_columns, rebalanced
 
 TOPICS = 5
 MILLION = 1_000_000
@@ -51,9 +51,9 @@ def archive(engine: SparkSession, folder: Path, size: int, database: str) -> Non
         "OrderingKey": f.when(number % 10 == 0, f.concat(f.lit("key-"), (number / 10).cast("long") % 1000)),
         "Sequence": number, "CreatedAt": created, "SentAt": created + f.expr("interval 2 seconds"),
     }  # fmt: skip
-    others = {field.name: f.lit(None).cast(field.dataType) for field in schemas.TABLE if field.name not in created}
+    others = {field.name: f.lit(None).cast(field.dataType) for field in schemas.STORED if field.name not in created}
     tasks = engine.range(size).select(
-        *((created | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE)
+        *((created | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.STORED)
     )
     files = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
@@ -61,7 +61,7 @@ def archive(engine: SparkSession, folder: Path, size: int, database: str) -> Non
     files.write(data_folder, rebalanced(archivable(tasks)))
     stored = engine.read.schema(schemas.ARCHIVED).parquet(files.path(data_folder))
     [(rows, checksum)] = stored.select(*checksum_columns()).collect()
-    files.finish(Window(database, since, until, until, rows, checksum, data_folder, {}, datetime.now(UTC)))
+    files.finish(ArchivedWindow(database, since, until, until, rows, checksum, data_folder, {}))
 
 
 def receive(engine: SparkSession, folder: Path, size: int) -> None:

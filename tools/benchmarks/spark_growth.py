@@ -89,10 +89,10 @@ def audited(engine: SparkSession, folder: Path, size: int) -> None:
         "archive": str(folder / "archive"), "received": str(folder / "received"), "grace": f"{GRACE.total_seconds():g}",
         "since": shown(DAY), "until": shown(UNTIL), "output": str(folder / "report"),
     }  # fmt: skip
-    nothing = engine.createDataFrame([], schemas.TASK)
+    nothing = engine.createDataFrame([], schemas.SOURCE)
     with mock.patch.multiple(audit, open_table=lambda *_: table, read_tasks=lambda *_: nothing):
         done = audit.run(engine, AuditSettings.read(flags, {}))
-    found = (done.lost, done.republished, done.unknown, done.mismatched)
+    found = tuple(done[name] for name in ("lost", "republished", "unknown", "mismatched"))
     assert found == expected(size), done
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orders import command, stage
 from orders.stage import Stage
@@ -24,7 +24,8 @@ from payments.collector import Collector, collecting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from outbox_pipeline.jobs.audit import Audited
+#: What a job counted.
+Counts = dict[str, Any]
 
 #: Debits have the account as ordering key; of ten payments one is a debit.
 TOPICS = ("debits", "credits", "statements")
@@ -67,11 +68,11 @@ def demonstrate(tasks: int, output: Path) -> int:
         made = stage.make("payments", ddl.statements(SHARDS), TOPICS, ordered=True)
         demo = Demo(spark, made, output)
         first, second, replayed = demo.play(tasks)
-    lost = first.lost + second.lost
+    lost = first["lost"] + second["lost"]
     print("\nResults. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")
     print(_summary(tasks, replayed, first, second))
     print(f"  {'elapsed':<20}{time.monotonic() - began:>8.0f} s  with the start of emulators, Spark and workers")
-    print(f"The reports, to be read in a browser:\n  {first.report}\n  {second.report}")
+    print(f"The reports, to be read in a browser:\n  {first['report']}\n  {second['report']}")
     print(f"WRONG: {lost:,} tasks are lost." if lost else "Nothing is lost.")
     return command.FAILED if lost else command.DONE
 
@@ -116,7 +117,7 @@ class Demo:
     stage: Stage
     output: Path
 
-    def play(self, tasks: int) -> "tuple[Audited, Audited, int]":
+    def play(self, tasks: int) -> tuple[Counts, Counts, int]:
         """Do all steps; return what the two audits found, and how many tasks were replayed."""
         with collecting(self.stage.subscriptions, self.received) as collector:
             self.register(tasks)
@@ -164,10 +165,10 @@ class Demo:
 
         given = {"log_level": "error"}
         done = drain.run(self.spark, RelaySettings.read(self.of_database | given), deadline=600)
-        if done.work_left:
-            raise OutboxError(f"{done.pending + done.retrying:,} payments are not sent after 600 s")
-        by_workers = max(0, tasks - done.published)
-        _tell(f"sent {done.published:,} by Spark, and {by_workers:,} by {WORKERS} workers at the same time")
+        if done["work_left"]:
+            raise OutboxError(f"{done['pending'] + done['retrying']:,} payments are not sent after 600 s")
+        by_workers = max(0, tasks - done["published"])
+        _tell(f"sent {done['published']:,} by Spark, and {by_workers:,} by {WORKERS} workers at the same time")
 
     def archive(self) -> None:
         """Archive what was sent, and delete it from the table."""
@@ -179,7 +180,7 @@ class Demo:
         time.sleep(seconds)
         given = {"archive": str(self.output / "archive"), "window": f"{WINDOW}s"}
         done = archive.run(self.spark, ArchiveSettings.read(self.of_database | given), purge=True)
-        _tell(f"archived {done.written:,} in {done.windows} windows, and deleted {done.deleted:,}")
+        _tell(f"archived {done['written']:,} in {done['windows']} windows, and deleted {done['deleted']:,}")
 
     def replay(self) -> int:
         """Send one topic again: what was deleted, out of the archive. Return how many."""
@@ -188,10 +189,11 @@ class Demo:
 
         given = {"archive": str(self.output / "archive"), "topic": AGAIN}
         done = replay.run(self.spark, ReplaySettings.read(self.of_database | given))
-        _tell(f"replayed {done.replayed + done.registered:,} of {AGAIN} out of the archive")
-        return done.replayed + done.registered
+        replayed: int = done["replayed"] + done["registered"]
+        _tell(f"replayed {replayed:,} of {AGAIN} out of the archive")
+        return replayed
 
-    def audit(self, name: str) -> "Audited":
+    def audit(self, name: str) -> Counts:
         """Hold table and archive against what was received."""
         from outbox_pipeline.job_settings import AuditSettings  # noqa: PLC0415 - see above
         from outbox_pipeline.jobs import audit  # noqa: PLC0415 - see above
@@ -201,7 +203,7 @@ class Demo:
             "until": f"{GRACE:g}s", "grace": f"{GRACE:g}", "output": str(self.output / f"{name}-audit"),
         }  # fmt: skip
         done = audit.run(self.spark, AuditSettings.read(self.of_database | given))
-        _tell(f"{name} audit: {done.lost:,} lost of {done.tasks:,}")
+        _tell(f"{name} audit: {done['lost']:,} lost of {done['tasks']:,}")
         return done
 
 
@@ -216,19 +218,19 @@ def wait_for(collector: Collector, count: int) -> None:
     _tell(f"collected {collector.count:,} messages")
 
 
-def _summary(tasks: int, replayed: int, first: "Audited", second: "Audited") -> str:
+def _summary(tasks: int, replayed: int, first: Counts, second: Counts) -> str:
     """Return what a person wants to know, of both audits."""
-    lines: list[tuple[str, Callable[[Audited], int], str]] = [
-        ("sendings", lambda each: each.tasks, f"of {tasks:,} payments; {replayed:,} of them were replayed"),
-        ("messages", lambda each: each.messages, "received, each counted once"),
-        ("lost", lambda each: each.lost, "sent and not received"),
-        ("still to be sent", lambda each: each.pending + each.arriving, ""),
-        ("late", lambda each: each.late, "received after the grace"),
-        ("published twice", lambda each: each.republished, "for one sending"),
-        ("delivered twice", lambda each: each.redelivered, "by Pub/Sub, the same message"),
-        ("altered", lambda each: each.mismatched, "received with other data or attributes"),
-        ("out of order", lambda each: each.out_of_order, "of an ordering key"),
-        ("unknown", lambda each: each.unknown + each.foreign, "received, and never registered"),
+    lines: list[tuple[str, Callable[[Counts], int], str]] = [
+        ("sendings", lambda each: each["tasks"], f"of {tasks:,} payments; {replayed:,} of them were replayed"),
+        ("messages", lambda each: each["messages"], "received, each counted once"),
+        ("lost", lambda each: each["lost"], "sent and not received"),
+        ("still to be sent", lambda each: each["pending"] + each["arriving"], ""),
+        ("late", lambda each: each["late"], "received after the grace"),
+        ("published twice", lambda each: each["republished"], "for one sending"),
+        ("delivered twice", lambda each: each["redelivered"], "by Pub/Sub, the same message"),
+        ("altered", lambda each: each["mismatched"], "received with other data or attributes"),
+        ("out of order", lambda each: each["out_of_order"], "of an ordering key"),
+        ("unknown", lambda each: each["unknown"] + each["foreign"], "received, and never registered"),
     ]
     rows = [f"  {name:<20}{of(first):>8,}{of(second):>10,}  {what}".rstrip() for name, of, what in lines]
     return "\n".join([f"  {'':<20}{'first':>8}{'second':>10}  audit", *rows])
