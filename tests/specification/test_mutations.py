@@ -79,12 +79,8 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (TYPES, "return self.message == Version.of(row).message", "return True"),
         (TYPES, "row.created_at, row.times_sent,", "row.created_at, 0,"),
     ],
-    ("OUT-LOSS-4", YOUNG): [
-        (RULES, "may_die = kind", "may_die = True or kind"),
-    ],
-    ("OUT-LOSS-4", OUTAGE): [
-        (RULES, "return id in claim.suspects and", "return True or"),
-    ],
+    ("OUT-LOSS-4", YOUNG): [(RULES, "may_die = kind", "may_die = True or kind")],
+    ("OUT-LOSS-4", OUTAGE): [(RULES, "return id in claim.suspects and", "return True or")],
     ("OUT-LOSS-5", STOPS): [
         ("publishworker/turn/relay.py", "while len(self._in_flight):", "while False:"),
         ("publishworker/turn/worker.py", "        self._relay.finish()\n", ""),
@@ -117,24 +113,17 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (RULES, "if not (row.is_due(now) or", "if not (True or"),
         (TYPES, "return self.available_at is None or self.available_at <= now", "return True"),
     ],
-    ("OUT-ORDER-3", URGENT): [
-        (SELECTION, "for key in sorted(order, key=lambda key: key[0])", "for key in order"),
-    ],
+    ("OUT-ORDER-3", URGENT): [(SELECTION, "for key in sorted(order, key=lambda key: key[0])", "for key in order")],
     ("OUT-ORDER-3", PRIORITY): [
-        (SELECTION, "for key in sorted(order, key=lambda key: key[0])", "for key in order"),
-        (SELECTION, "earned = self._share * batches", "earned = 0.0"),
+        (SELECTION, "earned = self._share * batches", "earned = batches"),
         (POLLER, "below_priority=below_priority,", "below_priority=None,"),
     ],
     ("OUT-DELAY-1", ALONE): [
         (DELIVERY, "if row.attempts or row.id in self.claim.suspects}", "if row.attempts}"),
         (PUBLISHER, "MAX_SEND_ALONE = 10_000", "MAX_SEND_ALONE = 0"),
     ],
-    ("OUT-DELAY-2", SLOW): [
-        (IN_FLIGHT, "        thread.start()", "        self._run(entry)"),
-    ],
-    ("OUT-DELAY-2", PLACES): [
-        (SELECTION, "of_topic[batch.topic] > half", "False"),
-    ],
+    ("OUT-DELAY-2", SLOW): [(IN_FLIGHT, "        thread.start()", "        self._run(entry)")],
+    ("OUT-DELAY-2", PLACES): [(SELECTION, "of_topic[batch.topic] > half", "False")],
     ("OUT-DELAY-3", PAUSED): [
         (POLLER, "polled.difference(unavailable),", "polled,"),
         (AVAILABILITY, "return self.paused | self._circuits", "return self._circuits"),
@@ -146,9 +135,7 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("OUT-SPARK-2", ADJOIN): [
         (SOURCE, "since + MICROSECOND, until + MICROSECOND, self._count)", "since, until + MICROSECOND, self._count)"),
     ],
-    ("OUT-SPARK-2", SAME): [
-        (SOURCE, '_time(end), _time(end, "read_at")', "_time(end), self._table.now()"),
-    ],
+    ("OUT-SPARK-2", SAME): [(SOURCE, '_time(end), _time(end, "read_at")', "_time(end), self._table.now()")],
     ("OUT-SPARK-3", SINK): [
         (ROWS, "= whole_row_id({name: row[name] for name in _OF_TASK})", '= __import__("uuid").uuid4().hex'),
         (ROWS, "        if _same(task, known):", "        if outcome != 'existing' and _same(task, known):"),

@@ -159,19 +159,6 @@ def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  #
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:  # OUT-ORDER-3
-    """In all shards, however old the others are. Only batches that are in flight when it is committed go first."""
-    bench = Bench(size=50, batches=2)
-    bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)
-    bench.insert(*[f"high{n}" for n in range(10)], priority=100)
-    assert bench.relay.turn().made_progress
-    assert {f"high{n}" for n in range(10)} <= set(bench.publisher.ids())
-    assert (before := len(bench.publisher.ids())) <= 100
-    bench.insert("high", priority=100)
-    bench.relay.turn()
-    assert "high" in bench.publisher.ids()[before : before + 100]
-
-
 #: How many index ranges each read of the store has.
 RANGES: dict[str, Callable[..., int]] = {
     "poll": lambda request: request.ranges,
