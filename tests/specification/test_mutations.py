@@ -172,8 +172,8 @@ def test_the_test_of_a_promise_notices_that_it_is_broken(mutation: Mutation, tmp
     file.write_text(file.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
     options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={tmp_path}", "-m", "not extended"]
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", *options, mutation.test], cwd=ROOT, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        [sys.executable, "-m", "pytest", *options, mutation.test], cwd=ROOT, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONSAFEPATH": "1"},
     )  # fmt: skip
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout[-2000:]
 
