@@ -182,8 +182,6 @@ class _Circuit:
     #: Seconds from the last failure to the next probe.
     delay: float
     probe_at: float = inf
-    #: The tasks of the last probe. If the topic has others, the next probe is one of those.
-    last_probe: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,21 +250,20 @@ class CircuitBreakers:
         """Return the candidates that may be sent, and the max tasks of each topic whose circuit is not closed.
 
         A probe is one task: in an outage, Pub/Sub may have accepted a task that seems to fail, and would get it twice.
-        It is drawn at random, but is not the task of the last probe. OUT-DELAY-1: otherwise a message that always
-        times out, and is the first of its shard, would keep the circuit open.
+        It is drawn at random. OUT-DELAY-1: otherwise a message that always times out, and is the first of its shard,
+        would keep the circuit open.
         """
         admitted = [each for each in candidates if each.topic not in self._circuits]
-        for topic, circuit in self._circuits.items():
+        for topic in self._circuits:
             tasks = [each for each in candidates if each.topic == topic]
-            others = [each for each in tasks if each.id not in circuit.last_probe]
-            admitted += [self._random.choice(others or tasks)] if tasks else []
+            admitted += [self._random.choice(tasks)] if tasks else []
         return admitted, dict.fromkeys(self._circuits, 1)
 
     def begin_batch(self, claim: Claim) -> Claim:
         """Return the claim with its suspects. If the circuit is not closed, the batch is a probe."""
         circuit = self._circuits.get(claim.topic)
         if circuit is not None:
-            circuit.probe_at, circuit.last_probe = inf, claim.ids
+            circuit.probe_at = inf
         suspects = frozenset(id for id in claim.ids if id in self._suspects)
         return replace(claim, probe=circuit is not None, suspects=suspects)
 

@@ -69,8 +69,7 @@ class Poller:
         found = [each for each in candidates if each.id not in in_flight]
         self._poll_size.adapt(_by_range(candidates), len(found), room)
         self.known.note_candidates(each.topic for each in candidates)
-        if part.pairs == request.pairs:  # otherwise the tasks that are due may be in another part
-            self.known.may_be_due = any(each.available_at is not None for each in candidates)
+        self.known.may_be_due = any(each.available_at is not None for each in candidates)
         return Polled(found, seconds=self._host.clock() - began if part.topics else None)
 
     def shards_for(self, number: int) -> tuple[int, ...]:

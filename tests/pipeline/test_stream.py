@@ -67,7 +67,7 @@ def streamed(spark: SparkSession, sink: Path) -> Published:
     return Counter((id, shown(EPOCH + micros * MICROSECOND)) for id, micros in times)
 
 
-def test_batches_adjoin_without_a_gap(target: DatabaseSettings, database: Database):
+def test_batches_adjoin_without_a_gap(target: DatabaseSettings, database: Database):  # OUT-SPARK-2
     of, of_topic = reader(target), reader(target, topic="other")
     start = begun(of)
     send(database, "a")
@@ -82,7 +82,7 @@ def test_batches_adjoin_without_a_gap(target: DatabaseSettings, database: Databa
     assert batch(of_topic, start, of_topic.latestOffset(start)) == ["b"], "a topic is followed alone"
 
 
-def test_reading_a_batch_again_gives_the_same_tasks(target: DatabaseSettings, database: Database):
+def test_reading_a_batch_again_gives_the_same_tasks(target: DatabaseSettings, database: Database):  # OUT-SPARK-2
     of = reader(target)
     start = begun(of)
     send(database, "again", "deleted")

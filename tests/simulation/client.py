@@ -224,7 +224,11 @@ def transact(
     *,
     selection: TaskSelection | None = None,
 ) -> T:
-    """Run `work` in a transaction, again after aborts, as old as the first attempt. Raises Aborted at last."""
+    """Run `work` in a transaction, again after aborts, as old as the first attempt. Raises Aborted at last.
+
+    If the answer to a commit of an application or a job is lost, it runs its transaction again. `selection` is of a
+    command of an operator.
+    """
     clockwork, age = spanner.clockwork, spanner.age()
     began = clockwork.now
     while True:
@@ -233,6 +237,8 @@ def transact(
         try:
             result = work(attempt)
             attempt.commit(audit)
+            if selection is None and spanner.is_unanswered():
+                return transact(spanner, audit, work, selection=selection)
         except Aborted:
             if clockwork.now >= began + ABORTED_SECONDS:
                 raise

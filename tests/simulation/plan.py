@@ -171,6 +171,7 @@ class Plan:
     replays: float = 0.0  # row deletions and replays from the archive, per second
     restores: float = 0.0  # restores of tasks that operators have cancelled, per second
     repeats: float = 0.0  # registrations of a task that was registered before, per second
+    unanswered: float = 0.0  # part of the commits of applications and jobs whose answer is lost
     controls: float = 0.0  # changes of limits and retry policies, per second
     limit: int = 0  # tasks a second, of each topic, until the registrations end or an operator changes it
     large: float = 0.0  # part of the messages with 3 MB
@@ -217,6 +218,7 @@ class Plan:
             limit=random.choice([0] * 5 + [5]),
             commit_delay=random.choice([0.0, 0.05, 0.5]),
             restores=random.choice([0.0, 1.0]),
+            unanswered=random.choice([0.0] * 9 + [0.2]),
         )
 
 

@@ -242,6 +242,11 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a topic leaves a place to another of a lower priority": (
         selection, "_share_places", lambda real: lambda *a, **_: real(*a, keeps_place=False)
     ),
+    "urgent tasks go first": (selection, "_most_urgent_first", lambda _: lambda candidates, _random: candidates),
+    "lower priorities have a share": (selection.FairShare, "count", always(None)),
+    "a poll reads lower priorities when owed": (
+        Poller, "poll", lambda real: lambda self, room, in_flight, _below_priority: real(self, room, in_flight)
+    ),
     "the size of a poll follows the backlog": (poller.PollSize, "adapt", always(None)),
     "a task that is retried keeps its age": (
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at

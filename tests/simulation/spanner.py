@@ -160,6 +160,8 @@ class Spanner:
         self.process = Process("spanner")
         #: Units of work that it can do in a second, or None for any number. More wait, those of low priority longer.
         self.capacity: float | None = None
+        #: Tells of a commit of an application or a job whether its answer is lost.
+        self.is_unanswered: Callable[[], bool] = lambda: False
         #: The work of a request by its kind and rows, and the work done. "rows" are those that a poll has returned.
         self.work: Callable[[str, int], float] = lambda kind, _rows: kind != "rows"
         self.worked = 0.0

@@ -49,6 +49,9 @@ FIRST_SEEDS = {
 APART = (
     "a topic gets at most half of the places while another waits",
     "a topic leaves a place to another of a lower priority",
+    "urgent tasks go first",
+    "lower priorities have a share",
+    "a poll reads lower priorities when owed",
     "the size of a poll follows the backlog",
     "a topic with only dead tasks is discovered less and less often",
     "idle workers send few heartbeats",

@@ -154,6 +154,8 @@ class World:
         self.clockwork = Clockwork(plan.seed)
         self.audit = Audit(self.clockwork, plan.skip_dead)
         self.spanner = Spanner(self.clockwork, plan.shards, plan.latencies)
+        random = Random(f"{plan.seed}/unanswered")
+        self.spanner.is_unanswered = lambda: random.random() < plan.unanswered
         self.pubsub = PubSub(self.clockwork, self.audit)
         self.topics = ("orders", "invoices", "refunds")
         #: Which requests fail, the part of them, and how.
