@@ -64,7 +64,7 @@ MUTATIONS = [
     Mutation("OUT-LOSS-3", TYPES, "row.created_at, row.times_sent,", "row.created_at, 0,", DOUBT),
     Mutation("OUT-LOSS-4", RULES, "may_die = kind", "may_die = True or kind", YOUNG),
     Mutation("OUT-LOSS-4", RULES, "return id in claim.suspects and", "return True or", OUTAGE),
-    Mutation("OUT-LOSS-5", "publishworker/turn/relay.py", "while len(self._in_flight):", "while False:", STOPS),
+    Mutation("OUT-LOSS-5", "publishworker/turn/relay.py", "while len(self.in_flight):", "while False:", STOPS),
     Mutation("OUT-LOSS-5", "publishworker/turn/worker.py", "        self._relay.finish()\n", "", STOPS),
     Mutation("OUT-LOSS-6", STORE, "TIMEOUT_SECONDS = 14", "TIMEOUT_SECONDS = 40", TAKES_OVER),
     Mutation("OUT-LOSS-6", MEMBERSHIP, "LIVENESS_TIMEOUT_SECONDS = 29", "LIVENESS_TIMEOUT_SECONDS = 60", TAKES_OVER),
@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation("OUT-CANCEL-1", RULES, "return {row.id: EndedAgain()", "return {} and {row.id: EndedAgain()", CANCELLED),
     Mutation("OUT-TWICE-2", DELIVERY, "if answer is None and row.ordering_key", "if row.ordering_key", RPC),
     Mutation(
-        "OUT-TWICE-2", DELIVERY, "        self._publish(self._results.unanswered(self.claim, eligible, now))",
+        "OUT-TWICE-2", DELIVERY, "        self._publish(self._results.rows_to_publish(self.claim, eligible, now))",
         "        self._publish(eligible)", RPC,
     ),
     Mutation("OUT-ORDER-1", IN_FLIGHT, "key for claim in claims for key in claim.keys", "", KEYS),
