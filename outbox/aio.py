@@ -27,7 +27,7 @@ from outbox.registration import Options, Task, insert_of
 from outbox.table import timeouts, transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.states import TABLE
+from outbox.table.states import TASKS_TABLE
 from outbox.table.transactions import PrimaryKey, Row, SupportsInsert, SupportsUpdate
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
@@ -112,7 +112,7 @@ async def register_once(
     _check(transaction, "register_once")
     check_task_id(task_id)
     columns, row = insert_of(Task(topic, message, attributes, task_id=task_id, **options))
-    is_new = await _insert_once(transaction, TABLE, columns, row, key=row[:1], tag="outbox-register-once")
+    is_new = await _insert_once(transaction, TASKS_TABLE, columns, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new
@@ -138,7 +138,9 @@ async def process_once(
     _check(transaction, "inbox.process_once")
     row = once.inbox_row(message, consumer, key)
     values = (*row, COMMIT_TIMESTAMP)
-    return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
+    return await _insert_once(
+        transaction, once.PROCESSED_TABLE, once.PROCESSED_COLUMNS, values, key=row, tag="outbox-process-once"
+    )
 
 
 async def _insert_once(
@@ -246,7 +248,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
         options = timeouts.request(CANCEL_TAG, AsyncRetry)
-        with transactions.table_errors(TABLE):
+        with transactions.table_errors(TASKS_TABLE):
             return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 
     # Two calls that read before either writes would both release no task of their common key.

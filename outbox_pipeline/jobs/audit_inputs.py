@@ -13,7 +13,7 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructType, Times
 
 from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
-from outbox.inbox.once import TABLE
+from outbox.inbox.once import PROCESSED_TABLE
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
@@ -183,7 +183,8 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     database = dataclasses.replace(settings, database=name, **named)
     if not any(True for _ in inbox_rows(database, settings.inbox, KeyPart("", ""), limit=1)):
         raise OutboxError(
-            f"Consumer {settings.inbox!r} has no record in {TABLE} of {name}. Check --inbox and --inbox-database"
+            f"Consumer {settings.inbox!r} has no record in {PROCESSED_TABLE} of {name}. Check --inbox and "
+            "--inbox-database"
         )
 
     def read(part: KeyPart) -> Iterator[pa.RecordBatch]:
@@ -197,9 +198,9 @@ def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
 def inbox_rows(settings: DatabaseSettings, consumer: str, part: KeyPart, limit: int = 0) -> Iterator[list[Any]]:
     """Yield TaskId and ProcessedAt of a range of task IDs, undecoded. Raises NotReached if the table is missing."""
     database: Any = open_database(settings, CALL_SECONDS)
-    with table_errors(TABLE), database.snapshot() as snapshot:
+    with table_errors(PROCESSED_TABLE), database.snapshot() as snapshot:
         yield from snapshot.read(
-            TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
+            PROCESSED_TABLE, ("TaskId", "ProcessedAt"), part.keys(consumer), limit=limit, lazy_decode=True,
             request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},
             **retry_and_timeout(TABLE_SECONDS),
         )  # fmt: skip

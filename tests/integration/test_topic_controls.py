@@ -20,7 +20,7 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.rows.task_table import TaskTable
-from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
+from outbox.table.controls import CONTROL_NAMES, CONTROLS_COLUMNS, CONTROLS_TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
 from outbox_admin import operations
 from outbox_admin.operations import Author
@@ -56,9 +56,9 @@ def have(database: Database, *names: str) -> None:
 def write(database: Database, before: Mapping[str, Controls]) -> None:
     """Replace all rows."""
     with database.batch() as batch:
-        batch.delete(TABLE, KeySet(all_=True))
+        batch.delete(CONTROLS_TABLE, KeySet(all_=True))
         for topic, row in before.items():
-            batch.insert(TABLE, COLUMNS, [(topic, *dataclasses.astuple(row))])
+            batch.insert(CONTROLS_TABLE, CONTROLS_COLUMNS, [(topic, *dataclasses.astuple(row))])
 
 
 def recorded(database: Database) -> tuple[str, Any]:
@@ -71,7 +71,7 @@ def by_function(_command: Commands, caller: TestClient, topic: str, change: Chan
     table = caller.app.console.table  # type: ignore[attr-defined]  # an ASGI callable
     try:
         values = {
-            NAMES[name]: None if value is None else VALUES[NAMES[name]].kind.value(value, name)
+            CONTROL_NAMES[name]: None if value is None else VALUES[CONTROL_NAMES[name]].kind.value(value, name)
             for name, value in change.items()
         }
         editing.preview(table, [topic], values, exact=True)
