@@ -168,17 +168,14 @@ def _first(*times: datetime | None) -> datetime | None:
     return min(filter(None, times), default=None)
 
 
-def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
-    """Return the current backlog, read at one timestamp.
+def read(table: TaskTable, *, exact: bool = False, limit: int | None = None, at: datetime | None = None) -> Backlog:
+    """Return the backlog now, or `at` a time, read at one timestamp.
 
     Unless `exact`, each count stops at `limit` in a shard and topic, by default at COUNT_LIMIT, or less if many of them
     have many tasks. A number is then a lower bound, and the age is that of the counted tasks: the most urgent ones.
     """
-    return _read_at(table, table.now(), NO_LIMIT if exact else limit)
-
-
-def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
-    tally = _Tally(table, at, "outbox-status", limit)
+    at = at or table.now()
+    tally = _Tally(table, at, "outbox-status", NO_LIMIT if exact else limit)
     tally.add_sent()
     found, workers = _unsent(tally), rows_at(table, at)
     live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
