@@ -1,4 +1,4 @@
-"""`outbox.aio` on a fake of an AsyncClient: inserts and cancels, calls without `await`, and the end of asyncio tasks."""
+"""`outbox.aio` on a fake of an AsyncClient: inserts and cancels, calls without `await`, the end of asyncio tasks."""
 
 import asyncio
 import contextlib
@@ -90,27 +90,6 @@ def test_a_task_of_the_same_transaction_is_not_cancelled() -> None:
     with pytest.raises(outbox.InvalidTransaction, match="was registered by the same transaction"):
         asyncio.run(aio.cancel(transaction, id))
     assert len(transaction.mutations) == 1
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: aio.register_once(None, "orders", b"", task_id="t"),
-        lambda: aio.process_once(None, None, consumer="billing"),
-        lambda: aio.cancel(None, "t"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_call_without_await_is_neither_true_nor_false(call: Callable[[], Any]) -> None:
-    """`if aio.process_once(...):` would be true each time. A task of asyncio accepts the call as a coroutine."""
-
-    async def as_task() -> None:
-        await asyncio.create_task(call())
-
-    with pytest.raises(TypeError, match=r"outbox\.aio\.\w+ was not awaited, so nothing has happened"):
-        bool(call())
-    with pytest.raises(TypeError, match="transaction is NoneType"):
-        asyncio.run(as_task())
 
 
 class CommittingDatabase:
