@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack
 from weakref import WeakKeyDictionary, ref
 
 from google.api_core.retry import AsyncRetry
@@ -27,7 +27,7 @@ from outbox.registration import Options, Task, insert_of
 from outbox.table import timeouts, transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.states import TABLE
+from outbox.table.states import TASKS_TABLE
 from outbox.table.transactions import PrimaryKey, Row, SupportsInsert, SupportsUpdate
 
 #: `Transaction` is for the type hints of applications, because the client has no public name for it.
@@ -40,34 +40,18 @@ P = ParamSpec("P")
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
 #: In a function of `run_in_transaction`: its calls of this module. A weak reference, because asyncio tasks that the
 #: function starts inherit it, and may run on.
-_calls: ContextVar[Callable[[], "set[_Awaited] | None"]] = ContextVar("_calls", default=set)
+_calls: ContextVar[Callable[[], "set[Any] | None"]] = ContextVar("_calls", default=set)
 
 
-@Coroutine.register
-class _Awaited:
-    """A coroutine that is neither true nor false: `if process_once(...):` without `await` would be true each time."""
+def _noted(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Let `run_in_transaction` know of each call, so that it commits nothing if one was not awaited."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coroutine, name)  # send, throw and close, which asyncio calls
-
-    def __await__(self) -> Any:
-        return self._coroutine.__await__()
-
-    def __bool__(self) -> NoReturn:
-        name = self.__name__
-        raise TypeError(f"outbox.aio.{name} was not awaited, so nothing has happened. Write `await aio.{name}(...)`")
-
-
-def _awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     @functools.wraps(function)
-    def call(*given: P.args, **named: P.kwargs) -> Any:
-        awaited = _Awaited(function(*given, **named))
+    def call(*given: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
+        coroutine = function(*given, **named)
         if (calls := _calls.get()()) is not None:
-            calls.add(awaited)
-        return awaited
+            calls.add(coroutine)
+        return coroutine
 
     return call
 
@@ -86,7 +70,7 @@ class AsyncTransaction(SupportsInsert, SupportsUpdate, Protocol):
         """Return the rows of a query."""
 
 
-@_awaited
+@_noted
 async def register_once(
     transaction: AsyncTransaction,
     topic: str,
@@ -112,13 +96,13 @@ async def register_once(
     _check(transaction, "register_once")
     check_task_id(task_id)
     columns, row = insert_of(Task(topic, message, attributes, task_id=task_id, **options))
-    is_new = await _insert_once(transaction, TABLE, columns, row, key=row[:1], tag="outbox-register-once")
+    is_new = await _insert_once(transaction, TASKS_TABLE, columns, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new
 
 
-@_awaited
+@_noted
 async def process_once(
     transaction: AsyncTransaction, message: ReceivedMessage, *, consumer: str, key: Key = "task_id"
 ) -> bool:
@@ -138,7 +122,9 @@ async def process_once(
     _check(transaction, "inbox.process_once")
     row = once.inbox_row(message, consumer, key)
     values = (*row, COMMIT_TIMESTAMP)
-    return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
+    return await _insert_once(
+        transaction, once.PROCESSED_TABLE, once.PROCESSED_COLUMNS, values, key=row, tag="outbox-process-once"
+    )
 
 
 async def _insert_once(
@@ -158,7 +144,7 @@ async def _insert_once(
     return True
 
 
-@_awaited
+@_noted
 async def run_in_transaction(
     database: Any, function: Callable[..., Awaitable[T]], *arguments: Any, **options: Any
 ) -> T:
@@ -211,7 +197,7 @@ async def run_in_transaction(
 
 async def _checked(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     """Await the function of a transaction. Raises TypeError if it is none to await, or has not awaited a call."""
-    calls = set[_Awaited]()
+    calls = set[Any]()
     _calls.set(ref(calls))
     running = function(*arguments)
     if not inspect.isawaitable(running):
@@ -219,7 +205,10 @@ async def _checked(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     result = await running
     for each in calls:
         if each.cr_frame:  # it has not ended
-            bool(each)  # raises the error
+            name = each.__name__
+            raise TypeError(
+                f"outbox.aio.{name} was not awaited, so nothing has happened. Write `await aio.{name}(...)`"
+            )
     return result
 
 
@@ -227,7 +216,7 @@ class _Cancelled(Exception):
     """The client rolls back after this, but not after a CancelledError, which is no Exception."""
 
 
-@_awaited
+@_noted
 async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """Take an unsent task out in `transaction`, and return whether it did. False: see `outbox.cancel`.
 
@@ -246,7 +235,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
         options = timeouts.request(CANCEL_TAG, AsyncRetry)
-        with transactions.table_errors(TABLE):
+        with transactions.table_errors(TASKS_TABLE):
             return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 
     # Two calls that read before either writes would both release no task of their common key.

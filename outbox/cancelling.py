@@ -11,7 +11,7 @@ from outbox.registration import APPLICATION
 from outbox.table import timeouts, transactions
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import CANCEL_COLUMNS, LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
-from outbox.table.states import TABLE
+from outbox.table.states import TASKS_TABLE
 from outbox.table.transactions import SupportsCancel, SupportsUpdate
 
 #: The tag of the requests of a cancel.
@@ -56,7 +56,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
         # Read to the end, because until then the client blocks the next statement of the transaction.
         return list(transaction.execute_sql(sql, **parameters(values), **timeouts.request(CANCEL_TAG)))
 
-    with transactions.table_errors(TABLE):
+    with transactions.table_errors(TASKS_TABLE):
         heads = next_heads(query, task_id, transactions.changes(transaction).cancelled)
     if heads is not None:
         take_out(transaction, task_id, heads)
@@ -90,6 +90,6 @@ def next_heads(query: Query, task_id: str, cancelled_before: Collection[str] = (
 def take_out(transaction: SupportsUpdate, task_id: str, heads: Iterable[str]) -> None:
     """Buffer the release of `heads`, and the cancel of a task by an application."""
     if rows := [(id, None, None) for id in heads]:
-        transaction.update(TABLE, ("Id", *RELEASED), rows)
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(task_id, COMMIT_TIMESTAMP, APPLICATION)])
+        transaction.update(TASKS_TABLE, ("Id", *RELEASED), rows)
+    transaction.update(TASKS_TABLE, ("Id", *CANCEL_COLUMNS), [(task_id, COMMIT_TIMESTAMP, APPLICATION)])
     transactions.changes(transaction).cancelled.add(task_id)

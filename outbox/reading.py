@@ -38,7 +38,7 @@ _MICROSECOND = timedelta(microseconds=1)
 _TAG = "outbox-reader"
 
 #: A sent task without its message, by column name.
-Row = dict[str, Any]
+SentRow = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -54,7 +54,7 @@ class Position:
     id: str = ""
 
     @classmethod
-    def of(cls, row: Row) -> "Position":
+    def of(cls, row: SentRow) -> "Position":
         """Return the position after a task."""
         sequence = NO_SEQUENCE if row["Sequence"] is None else row["Sequence"]
         return cls(row["SentAt"], row["CreatedAt"], sequence, row["Id"])
@@ -79,10 +79,10 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Page:
+class SentPage:
     """The next sent tasks, and the position after them. Unless `more`, these are all that were sent up to `read_at`."""
 
-    rows: list[Row]
+    rows: list[SentRow]
     read_at: datetime
     end: Position
     more: bool
@@ -97,7 +97,7 @@ class SentTasks:
         self._names = {} if topic is None else {"topic": topic}
         self._is_continuous = resumes
 
-    def page(self) -> Page:
+    def page(self) -> SentPage:
         """Return the next page. Raises PositionExpired, NotReached, OutboxError."""
         limit = PAGE_ROWS
         while True:
@@ -106,14 +106,14 @@ class SentTasks:
             new = [row for row in rows if Position.of(row) > self.position]
             if len(rows) < limit:
                 # A position in the future stays: it never decreases.
-                return Page(new, read_at, max(self.position, Position(read_at + _MICROSECOND)), more=False)
+                return SentPage(new, read_at, max(self.position, Position(read_at + _MICROSECOND)), more=False)
             # The limit may have divided the tasks with the last SentAt.
             last = rows[-1]["SentAt"]
             if whole := [row for row in new if row["SentAt"] < last]:
-                return Page(whole, read_at, Position(last), more=True)
+                return SentPage(whole, read_at, Position(last), more=True)
             limit *= 2
 
-    def _read(self, limit: int) -> tuple[list[Row], datetime]:
+    def _read(self, limit: int) -> tuple[list[SentRow], datetime]:
         while True:
             values = self._names | {"after": self.position.sent_at, "limit": limit}
             try:
@@ -244,7 +244,7 @@ class Reader(Iterator[SentTask]):
         return {id: parsed(b64decode(data)) for id, data in rows}
 
 
-def _task(row: Row, message: Any) -> SentTask:
+def _task(row: SentRow, message: Any) -> SentTask:
     return SentTask(
         id=row["Id"],
         topic=row["Topic"],

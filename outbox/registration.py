@@ -19,17 +19,17 @@ from outbox.base.values import class_name, in_utc
 from outbox.errors import InvalidMessage
 from outbox.observing import count_registered
 from outbox.table import transactions
-from outbox.table.states import NEVER, TABLE
+from outbox.table.states import NEVER, TASKS_TABLE
 from outbox.table.transactions import SupportsInsert, SupportsReadInsert
 
 #: The columns that a registration writes. The others have defaults (SentAt is NULL) or are generated (Shard from the
 #: ordering key or the ID, Bytes from Data).
-COLUMNS = (
+TASK_COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
 )  # fmt: skip
 
 #: The positions of the columns that may be left out of an insert. Their default is NULL or FALSE.
-_OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce")]
+_OPTIONAL = [TASK_COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce")]
 #: A UUID stores its variant in one hexadecimal digit. Maps a random digit to a valid one.
 _VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
@@ -122,7 +122,7 @@ def register(
     )  # fmt: skip
     columns, row = insert_of(task)
     # Adds one insert to the transaction of the caller, and so keeps OUT-LOSS-1 of docs/guarantees.md.
-    transactions.insert(transaction, TABLE, columns, [row])
+    transactions.insert(transaction, TASKS_TABLE, columns, [row])
     id: str = row[0]
     transactions.changes(transaction).inserted.add((id,))
     count_registered(row[1])
@@ -169,7 +169,7 @@ def register_with(insert: Callable[..., bool], task: Task) -> bool:
     """Register the task with a function that inserts a row unless its key exists. Return whether it did."""
     messages.check_task_id(task.task_id)  # type: ignore[arg-type]  # `task_row` would replace None with a random ID
     columns, row = insert_of(task)
-    is_new = insert(TABLE, columns, row, key=row[:1], tag="outbox-register-once")
+    is_new = insert(TASKS_TABLE, columns, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new
@@ -204,7 +204,7 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
             f"{len(rows):,} tasks are more than {len(columns) * len(rows):,} mutations, and Spanner allows "
             f"{MAX_MUTATIONS:,} in a commit. Register at most {MAX_MUTATIONS // 16:,} tasks in one transaction"
         )
-    transactions.insert(transaction, TABLE, columns, values)
+    transactions.insert(transaction, TASKS_TABLE, columns, values)
     transactions.changes(transaction).inserted.update(row[:1] for row in rows)
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
@@ -212,7 +212,7 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
 
 def task_row(task: Task) -> transactions.Row:
-    """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
+    """Return the row in the order of TASK_COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
     id = _random_id() if task.task_id is None else messages.check_new_task_id(task.task_id)
     topic = messages.check_topic(task.topic)
     priority = _priority(task.priority)
@@ -261,8 +261,8 @@ def _without_defaults(rows: Sequence[transactions.Row]) -> tuple[tuple[str, ...]
 
 @lru_cache
 def _columns_and_getter(*optional: int) -> tuple[tuple[str, ...], Callable[[transactions.Row], transactions.Row]]:
-    values: Any = operator.itemgetter(*[n for n in range(len(COLUMNS)) if n in optional or n not in _OPTIONAL])
-    return values(COLUMNS), values
+    values: Any = operator.itemgetter(*[n for n in range(len(TASK_COLUMNS)) if n in optional or n not in _OPTIONAL])
+    return values(TASK_COLUMNS), values
 
 
 def _task_rows(tasks: Collection[Task]) -> list[transactions.Row]:

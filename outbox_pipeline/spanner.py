@@ -20,7 +20,7 @@ from outbox.program.settings import SECONDS, DatabaseSettings
 from outbox.rows.task_table import TaskTable, kept
 from outbox.table.connection import open_database
 from outbox.table.shared_sql import TO_SEND_INDEX, by_ids
-from outbox.table.states import LONG_AGO, TABLE
+from outbox.table.states import LONG_AGO, TASKS_TABLE
 from outbox.table.timeouts import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
@@ -86,7 +86,7 @@ class Table(TaskTable):
         columns = [self.layout.sql(name) for name in columns]
         with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
             yield from snapshot.read(
-                TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
+                TASKS_TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
                 request_options={"priority": LOW, "request_tag": "outbox-pipeline-read"},
                 **retry_and_timeout(seconds),
             )  # fmt: skip
@@ -97,7 +97,7 @@ class Table(TaskTable):
         with self._errors():
             try:
                 with self.database.batch(options, default_retry_delay=ABORTED.first) as batch:
-                    batch.insert(TABLE, columns, rows)
+                    batch.insert(TASKS_TABLE, columns, rows)
             except AlreadyExists:
                 return False
         return True

@@ -29,7 +29,7 @@ from outbox_admin.tasks.selections import TaskSelection
 from publishworker.hosted import HostedRelay
 from publishworker.process import app, gauges
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.telemetry.history import History
+from publishworker.telemetry.history import WorkerHistory
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn import membership
 
@@ -49,17 +49,17 @@ _STRETCHED = {
 }
 
 
-class Quick(History):
+class Quick(WorkerHistory):
     """A history whose hour ends at `end`, and then goes on as usual."""
 
     end = 0.0
 
     def __init__(self) -> None:
-        """See History."""
+        """See WorkerHistory."""
         super().__init__(lambda: self.end - SPEED * max(0.0, self.end - time.time()))
 
     def add_ages(self, ages: Mapping[str, float], oldest: float) -> None:
-        """See History."""
+        """See WorkerHistory."""
         super().add_ages({topic: SPEED * age for topic, age in ages.items()}, SPEED * oldest)
 
 
@@ -67,7 +67,7 @@ class Quick(History):
 def played(made: stage.Stage, register: Callable[[Database, int], None]) -> Iterator[None]:
     """Play the hour, and keep its workers for the block."""
     with (
-        mock.patch.object(app, "History", Quick),
+        mock.patch.object(app, "WorkerHistory", Quick),
         mock.patch.object(gauges, "REPORT_SECONDS", 1.0),
         mock.patch.object(membership, "HEARTBEAT_INTERVAL_SECONDS", 2.0),
         mock.patch.object(gauges, "COUNT", SimpleNamespace(first=0.5, after=lambda _seconds: 0.0)),

@@ -30,12 +30,11 @@ from outbox.message import Message, check_task_id
 from outbox.registration import Options, Task
 from outbox.table import states
 from outbox.table.shared_sql import EXCLUSIVE, LOCK_UNSENT, RELEASED
-from outbox.table.transactions import missing_table
+from outbox.table.transactions import Row, missing_table
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
-#: Values in the order of some columns, such as a primary key; and values by column.
-Row = tuple[Any, ...]
+#: The values of a row by column.
 _Values = Mapping[str, Any]
 #: Executes a statement with its parameters. Returns an object with `fetchall` and `rowcount`.
 Execute = Callable[[str, Mapping[str, Any] | None], Any]
@@ -251,7 +250,7 @@ class Statements:
     def cancel(self, task_id: str) -> bool:
         """Take an unsent task out; return whether it was. Raises OperationalError."""
         check_task_id(task_id)
-        table = states.TABLE
+        table = states.TASKS_TABLE
         check_not_registered(task_id, [(task_id,)] if self._collected.has(table, (task_id,)) else [])
         # The driver has no type for a list of IDs.
         heads = next_heads(lambda sql, _: self._about(task_id, sql.replace("@ids", "[@id]")), task_id)
@@ -274,8 +273,8 @@ class Statements:
         """Execute a statement about one task, and return its rows."""
         parameters = {"id": id} if "@id" in sql else None
         if sql == LOCK_UNSENT:
-            return self._query(states.TABLE, sql, parameters, id)
-        with errors(states.TABLE, NotReached):
+            return self._query(states.TASKS_TABLE, sql, parameters, id)
+        with errors(states.TASKS_TABLE, NotReached):
             result = self._execute(sql, parameters)
         return result.fetchall() if "SELECT" in sql else []
 

@@ -22,10 +22,10 @@ from outbox.inbox.receiver import (
     BatchHandle,
     BatchReceiver,
     Handle,
+    HandlerSettings,
     Missing,
     PulledMessage,
     Receiver,
-    Settings,
     name_of,
 )
 from outbox.table.own_transactions import check_database
@@ -92,7 +92,7 @@ class Handler:
         )
         check_choice("key", key, Key)
         check_choice("missing_task_id", missing_task_id, Missing)
-        self._settings = Settings(
+        self._settings = HandlerSettings(
             database=database,
             consumer=plain_consumer(consumer),
             key=key,

@@ -16,8 +16,8 @@ from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.table.existing_keys import insert_once
 from outbox.table.transactions import SupportsReadInsert, check_transaction
 
-TABLE = "ProcessedTasks"
-COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
+PROCESSED_TABLE = "ProcessedTasks"
+PROCESSED_COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
 #: The lengths of the columns.
 MAX_CONSUMER_CHARACTERS, MAX_RECORDED_CHARACTERS = 256, 128
 
@@ -77,7 +77,7 @@ def process_once(
 def record_with(insert_once: Callable[..., bool], message: ReceivedMessage, consumer: str, key: Key) -> bool:
     """Record the task with a function that inserts a row unless its key exists. Return whether it did."""
     row = inbox_row(message, consumer, key)
-    return insert_once(TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
+    return insert_once(PROCESSED_TABLE, PROCESSED_COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
 
 
 def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, str]:

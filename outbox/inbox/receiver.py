@@ -21,7 +21,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.base.values import check_finished, counted, listed
 from outbox.errors import InvalidTransaction, MissingTaskId, NotReached
-from outbox.inbox.once import COLUMNS, TABLE, Key, ReceivedMessage, inbox_row, process_once
+from outbox.inbox.once import PROCESSED_COLUMNS, PROCESSED_TABLE, Key, ReceivedMessage, inbox_row, process_once
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.observing import count_delivery, processing
 from outbox.table.existing_keys import existing
@@ -65,7 +65,7 @@ class PulledMessage(ReceivedMessage, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class HandlerSettings:
     """The checked arguments of a `Handler`."""
 
     database: Database
@@ -83,7 +83,7 @@ class Receiver:
 
     _takes_list = False
 
-    def __init__(self, settings: Settings, handle: Handle) -> None:
+    def __init__(self, settings: HandlerSettings, handle: Handle) -> None:
         self._settings, self.handle = settings, handle
         self._origins: dict[object, object] = {}
         update_wrapper(self, handle, updated=())
@@ -181,7 +181,7 @@ class Receiver:
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
         database = self._settings.database
-        with table_errors(TABLE):
+        with table_errors(PROCESSED_TABLE):
             result = transact(database, attempt, **self._settings.transaction_options)
         check_finished(result, f"run_in_transaction of {type(database).__name__}")
         return result
@@ -218,7 +218,7 @@ class BatchReceiver(Receiver):
 
     _takes_list = True
 
-    def __init__(self, settings: Settings, handle: BatchHandle, max_batch: int, max_delay: float) -> None:
+    def __init__(self, settings: HandlerSettings, handle: BatchHandle, max_batch: int, max_delay: float) -> None:
         super().__init__(settings, cast(Handle, handle))  # which `_call` gives a list
         self._batches = Collector[PulledMessage](self._receive_all, max_batch, max_delay)
 
@@ -263,11 +263,11 @@ class BatchReceiver(Receiver):
     def _attempt_all(self, transaction: Transaction, messages: list[PulledMessage]) -> set[int]:
         """Call the function with the first message of each task that was not processed. Return `id()` of these."""
         first: dict[PrimaryKey, PulledMessage] = {self._row(message): message for message in reversed(messages)}
-        for row in existing(transaction, TABLE, COLUMNS[:2], {*first}, tag="outbox-process-once"):
+        for row in existing(transaction, PROCESSED_TABLE, PROCESSED_COLUMNS[:2], {*first}, tag="outbox-process-once"):
             del first[row]
         new = [message for message in messages if first.get(self._row(message)) is message]
         if new:
-            insert(transaction, TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP) for row in sorted(first)])
+            insert(transaction, PROCESSED_TABLE, PROCESSED_COLUMNS, [(*row, COMMIT_TIMESTAMP) for row in sorted(first)])
             with processing(self._settings.consumer, *new):
                 self._call(transaction, new)
         return {*map(id, new)}

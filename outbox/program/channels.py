@@ -89,7 +89,7 @@ def create_topic_command(settings: PubSubSettings, topic: str) -> str:
     return f"outbox emulators --create {project}/{settings.instance}/{settings.database} --topic {topic_id}"
 
 
-def check_topic(settings: PubSubSettings, name: str, otherwise: str) -> str | None:
+def check_topic_exists(settings: PubSubSettings, name: str, otherwise: str) -> str | None:
     """Return why it is unknown whether the topic of a full name exists, or None. Raises OutboxError if it does not.
 
     The error says to create the topic, and what the caller can do `otherwise`.

@@ -55,7 +55,7 @@ class Count:
 
 
 class Counted(NamedTuple):
-    """A row of `counts_sql.counted`: a number of tasks of a topic and state in a range."""
+    """A row of `counts_sql.count_statement`: a number of tasks of a topic and state in a range."""
 
     shard: int
     of_topic: str | None
@@ -168,26 +168,23 @@ def _first(*times: datetime | None) -> datetime | None:
     return min(filter(None, times), default=None)
 
 
-def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
-    """Return the current backlog, read at one timestamp.
+def read(table: TaskTable, *, exact: bool = False, limit: int | None = None, at: datetime | None = None) -> Backlog:
+    """Return the backlog now, or `at` a time, read at one timestamp.
 
     Unless `exact`, each count stops at `limit` in a shard and topic, by default at COUNT_LIMIT, or less if many of them
     have many tasks. A number is then a lower bound, and the age is that of the counted tasks: the most urgent ones.
     """
-    return _read_at(table, table.now(), NO_LIMIT if exact else limit)
-
-
-def _read_at(table: TaskTable, at: datetime, limit: int | None) -> Backlog:
-    reader = _Reader(table, at, "outbox-status", limit)
-    reader.add_sent()
-    found, workers = _unsent(reader), rows_at(table, at)
+    at = at or table.now()
+    tally = _Tally(table, at, "outbox-status", NO_LIMIT if exact else limit)
+    tally.add_sent()
+    found, workers = _unsent(tally), rows_at(table, at)
     live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
     return dataclasses.replace(found, workers=live, silent=silent)
 
 
 def read_unsent(table: TaskTable, age: timedelta = timedelta()) -> Backlog:
     """Return the unsent tasks of this long ago, without workers. Other counts of the backlog are incomplete."""
-    return read_before(table.now(), age, lambda at: _unsent(_Reader(table, at, "outbox-status", None)))
+    return read_before(table.now(), age, lambda at: _unsent(_Tally(table, at, "outbox-status", None)))
 
 
 def oldest_ages(table: TaskTable) -> Ages:
@@ -205,30 +202,30 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> Ages:
     controls = table.controls(at)
     paused = {topic for topic, row in controls.items() if row.paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
-    reader = _Reader(table, at, "outbox-age", None)
+    tally = _Tally(table, at, "outbox-age", None)
     ranges = ranges_of(table.shards, topics)
-    dataclasses.replace(reader, limit=range_limit(ranges, AGED_READY)).add(counts_sql.COUNT_READY, ranges)
+    dataclasses.replace(tally, limit=range_limit(ranges, AGED_READY)).add(counts_sql.COUNT_READY, ranges)
     for statement in (counts_sql.COUNT_DUE, counts_sql.COUNT_LATER):
-        reader.add(statement, ranges)
-    if any(stated(controls.get(line.topic, NO_CONTROLS), LIMITS) for line in reader.lines.values() if line.oldest):
-        reader.add_sent()
-    backlog = Backlog(at, (), reader.controlled(controls))
+        tally.add(statement, ranges)
+    if any(stated(controls.get(line.topic, NO_CONTROLS), LIMITS) for line in tally.lines.values() if line.oldest):
+        tally.add_sent()
+    backlog = Backlog(at, (), tally.controlled(controls))
     ages = {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
     return Ages(ages, backlog.age(backlog.oldest))
 
 
-def _unsent(reader: "_Reader") -> Backlog:
-    table, at = reader.table, reader.at
+def _unsent(tally: "_Tally") -> Backlog:
+    table, at = tally.table, tally.at
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
     ranges = ranges_of(table.shards, topics[:MAX_TOPICS])
-    reader.add(counts_sql.COUNT_READY, ranges, "pending")
-    reader.add(counts_sql.COUNT_DUE, ranges, "pending")
-    reader.add(counts_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
-    reader.add(counts_sql.COUNT_DEAD, ranges, "dead")
-    lines = sorted(reader.controlled(table.controls(at)), key=lambda line: line.topic)
+    tally.add(counts_sql.COUNT_READY, ranges, "pending")
+    tally.add(counts_sql.COUNT_DUE, ranges, "pending")
+    tally.add(counts_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
+    tally.add(counts_sql.COUNT_DEAD, ranges, "dead")
+    lines = sorted(tally.controlled(table.controls(at)), key=lambda line: line.topic)
     for line in lines:
-        line.at_least = reader.at_least[line.topic] | reader.at_least[None]
+        line.at_least = tally.at_least[line.topic] | tally.at_least[None]
     return Backlog(at, [], lines, whole)
 
 
@@ -262,7 +259,7 @@ def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> i
 def count(
     query: Query, statement: str, ranges: Sequence[Range], limit: int | None = None
 ) -> tuple[list[Counted], set[Range]]:
-    """Return the counts of a statement of `counts_sql.counted`, and the shards and topics that have more tasks.
+    """Return the counts of a statement of `counts_sql.count_statement`, and the shards and topics that have more tasks.
 
     Each range is counted up to `limit`. Without it, small ranges are counted first, and large ones share what may
     still be read. So the backlog of a topic is counted as far with a thousand small topics as alone.
@@ -294,7 +291,7 @@ def _full(rows: Iterable[Counted], limit: int) -> set[Range]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Reader:
+class _Tally:
     """Adds up counts, as of `at`, by topic. `at_least` has the incomplete counts of each topic."""
 
     table: TaskTable

@@ -45,7 +45,7 @@ _NO_TIME = "CAST(NULL AS TIMESTAMP)"
 _IN_LAST_MINUTE = "> TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)"
 
 
-def counted(
+def count_statement(
     rows: str,
     state: str = "''",
     *,
@@ -72,16 +72,22 @@ FROM {_RANGES_TO_COUNT}, UNNEST(ARRAY(
 
 #: The start of the age of a task. Deferred tasks have none, because they wait for the head of their key, which has one.
 _AGED_FROM = f"IF(BlockedBy IS NULL, {FIRST_DUE_SQL}, NULL)"
-COUNT_READY = counted(f"{OF_TOPIC} AND AvailableAt IS NULL ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM)
-COUNT_DUE = counted(f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM)
-COUNT_LATER = counted(
+COUNT_READY = count_statement(
+    f"{OF_TOPIC} AND AvailableAt IS NULL ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM
+)
+COUNT_DUE = count_statement(
+    f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=_AGED_FROM
+)
+COUNT_LATER = count_statement(
     f"{OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER}",
     STATE_SQL,
     first_due=_AGED_FROM,
     due="IF(BlockedBy IS NULL, AvailableAt, NULL)",
 )
-COUNT_DEAD = counted(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
-COUNT_SENT = counted(f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE} AND CancelledBy IS NULL", "'sent_last_minute'")
+COUNT_DEAD = count_statement(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
+COUNT_SENT = count_statement(
+    f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE} AND CancelledBy IS NULL", "'sent_last_minute'"
+)
 #: The workers, with what they say about themselves. A worker of an older version has no Info. SAFE: a text of more than
 #: 1 MiB would be an error.
 WORKERS_AT = f"""{at_now(workers("StartedAt", "SeenAt", at_most("SAFE.TO_JSON_STRING(Info)", MAX_INFO)))}

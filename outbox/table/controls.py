@@ -89,14 +89,14 @@ VALUES: dict[str, Value] = {
     field.name: field.metadata["value"] for field in dataclasses.fields(TopicControls) if field.metadata
 }
 #: The names of the fields in commands and forms, each with its field.
-NAMES = {value.flag[2:]: name for name, value in VALUES.items()}
+CONTROL_NAMES = {value.flag[2:]: name for name, value in VALUES.items()}
 LIMITS = ("rate_per_second", "burst", "max_in_flight")
 POLICY = ("max_attempts", "backoff_initial_seconds", "backoff_max_seconds", "dead_after_seconds")
 
-TABLE = "AsynchronousTaskTopics"
-COLUMNS = ("Topic", *(name.title().replace("_", "") for name in (*FIELDS, "probe_requested_at")))
+CONTROLS_TABLE = "AsynchronousTaskTopics"
+CONTROLS_COLUMNS = ("Topic", *(name.title().replace("_", "") for name in (*FIELDS, "probe_requested_at")))
 #: The topic controls. Reads a whole small table, with one row for each topic that has any.
-CONTROLS = f"SELECT {', '.join(COLUMNS)} FROM {TABLE}"  # noqa: S608 - constants
+CONTROLS = f"SELECT {', '.join(CONTROLS_COLUMNS)} FROM {CONTROLS_TABLE}"  # noqa: S608 - constants
 
 
 def problems(controls: TopicControls) -> dict[str, str]:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 #: The table of tasks.
-TABLE = "AsynchronousTasks"
+TASKS_TABLE = "AsynchronousTasks"
 
 #: A task whose AvailableAt is this time or later is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)

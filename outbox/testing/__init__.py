@@ -30,10 +30,10 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.base.values import check_finished, class_name, listed, plain
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, check_task_id
-from outbox.registration import COLUMNS
+from outbox.registration import TASK_COLUMNS
 from outbox.table.own_transactions import check_database
 from outbox.table.shared_sql import LOCK_UNSENT
-from outbox.table.states import TABLE
+from outbox.table.states import TASKS_TABLE
 
 __all__ = [
     "Mutation", "RecordingTransaction", "RedeliveringSubscriber", "RegisteredTask", "Statement", "assert_registered",
@@ -99,7 +99,7 @@ class RecordingTransaction(Transaction):
     @property
     def tasks(self) -> list[RegisteredTask]:
         """Return the registered tasks."""
-        inserted = [(columns, row) for table, columns, rows in self.inserts if table == TABLE for row in rows]
+        inserted = [(columns, row) for table, columns, rows in self.inserts if table == TASKS_TABLE for row in rows]
         return [task_of(dict(zip(columns, row, strict=True))) for columns, row in inserted]
 
     def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
@@ -108,9 +108,9 @@ class RecordingTransaction(Transaction):
         for row in rows:  # what Spanner would refuse in the commit
             if len(row) != len(columns):
                 raise InvalidArgument(f"{table}: {len(row)} values for the {len(columns)} columns {listed(columns)}")
-            if method == "insert" and table == TABLE:
+            if method == "insert" and table == TASKS_TABLE:
                 if (id := row[columns.index("Id")]) in self._existing:
-                    raise AlreadyExists(f"Row [{id}] in table {TABLE} already exists")
+                    raise AlreadyExists(f"Row [{id}] in table {TASKS_TABLE} already exists")
                 self._existing.add(id)
         self.mutations.append(Mutation(method, table, tuple(columns), rows))
 
@@ -127,7 +127,7 @@ class RecordingTransaction(Transaction):
     def read(self, *arguments: Any, **options: Any) -> list[list[Any]]:
         """Return the keys of tasks that exist, for `register_once` and `process_once`. Otherwise LookupError."""
         call = _call(Transaction.read, arguments, options)
-        if call["table"] not in (TABLE, "ProcessedTasks"):
+        if call["table"] not in (TASKS_TABLE, "ProcessedTasks"):
             raise LookupError(f"RecordingTransaction has no rows of {call['table']}: use a database of the emulator")
         return [list(key) for key in call["keyset"].keys if key[-1] in self._task_ids]
 
@@ -206,7 +206,10 @@ def assert_registered(
     else:
         check_database(transaction, ", or a RecordingTransaction")
         with transaction.snapshot() as snapshot:
-            rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, COLUMNS, KeySet(all_=True))]
+            rows = [
+                dict(zip(TASK_COLUMNS, row, strict=True))
+                for row in snapshot.read(TASKS_TABLE, TASK_COLUMNS, KeySet(all_=True))
+            ]
         rows.sort(key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))
         tasks = [task_of(row) for row in rows]
     wanted = {plain(name): plain(value) for name, value in (attributes or {}).items()}

@@ -8,7 +8,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.rows.task_table import Transaction
 from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
-from outbox.table.states import KEY_CHECK_SECONDS, NEVER, TABLE
+from outbox.table.states import KEY_CHECK_SECONDS, NEVER, TASKS_TABLE
 from outbox_admin.tasks.selected import Row
 
 #: The columns that a retry writes. `retry_values` returns the values.
@@ -27,12 +27,12 @@ def retry_values(
 
 def _make_due(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
     transaction.update(
-        TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
+        TASKS_TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
     )
 
 
 def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
-    transaction.delete(TABLE, KeySet(keys=[[row.id] for row in rows]))
+    transaction.delete(TASKS_TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
 def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
@@ -46,10 +46,10 @@ def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> No
     with_key = [row for row in rows if row.ordering_key is not None]
     if ids := [row.id for row in with_key if (row.topic, row.ordering_key) in keys]:
         heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
-        transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for id, _ in heads])
+        transaction.update(TASKS_TABLE, ("Id", *RELEASED), [(id, None, None) for id, _ in heads])
     if ids := [row.id for row in with_key if (row.topic, row.ordering_key) not in keys]:
         _end_soon(transaction, transaction.query(NEXT_OF_KEYS, {"ids": ids}), rows[0].now)
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, COMMIT_TIMESTAMP, operation) for row in rows])
+    transaction.update(TASKS_TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, COMMIT_TIMESTAMP, operation) for row in rows])
 
 
 def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> None:
@@ -57,7 +57,7 @@ def _restore(transaction: Transaction, rows: Sequence[Row], _operation: str) -> 
 
     But a deferral ends soon, because the commit that ends it for the other tasks of the key may have been before.
     """
-    transaction.update(TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, None, None) for row in rows])
+    transaction.update(TASKS_TABLE, ("Id", *CANCEL_COLUMNS), [(row.id, None, None) for row in rows])
     _end_soon(transaction, [(row.id, row.available_at) for row in rows if row.blocked_by], rows[0].now)
 
 
@@ -68,7 +68,7 @@ def _end_soon(transaction: Transaction, deferred: Iterable[Sequence[Any]], now: 
     """
     soon = now + timedelta(seconds=KEY_CHECK_SECONDS)
     earlier = [(id, soon) for id, ends in deferred if ends is not None and soon < ends < NEVER]
-    transaction.update(TABLE, ("Id", "AvailableAt"), earlier)
+    transaction.update(TASKS_TABLE, ("Id", "AvailableAt"), earlier)
 
 
 #: What each change does with the rows that match. The text is the ID of the operation.

@@ -9,7 +9,7 @@ change reads all tasks that match. An alias in a WHERE clause must not equal a c
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from outbox.rows.counts_sql import at_most, counted
+from outbox.rows.counts_sql import at_most, count_statement
 from outbox.table.shared_sql import (
     BY_ID,
     EACH_TOPIC,
@@ -79,7 +79,7 @@ def index_for(names: Collection[str], state: str = "") -> tuple[str, str]:
 
 def _number(rows: str, index: str) -> str:
     """Return the statement that counts `rows`. It reads only columns that each index has."""
-    return counted(rows, index=index, registered="FALSE")
+    return count_statement(rows, index=index, registered="FALSE")
 
 
 def ranges_of_state(state: str, names: Collection[str]) -> list[tuple[str, str]]:

@@ -13,12 +13,12 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.base.values import listed, topic_name
 from outbox.errors import OutboxError, SettingError
-from outbox.program.channels import check_topic
+from outbox.program.channels import check_topic_exists
 from outbox.program.settings import did_you_mean
 from outbox.rows import counts_sql
 from outbox.rows.backlog import COUNT_LIMIT, Count, count, ranges_of
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.table.controls import COLUMNS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
+from outbox.table.controls import CONTROLS_COLUMNS, CONTROLS_TABLE, FIELDS, NO_CONTROLS, TopicControls, problems
 from outbox.table.states import UNSENT
 from outbox_admin import operations
 from outbox_admin.operations import UNNAMED, Author
@@ -98,7 +98,7 @@ def check_destinations(
     The error says to create the topic, and what the caller can do `otherwise`.
     """
     names = (topic_name(topic, table.project) for topic in sorted({*filter(None, topics)}))
-    found = (check_topic(table.pubsub, name, otherwise) for name in names)
+    found = (check_topic_exists(table.pubsub, name, otherwise) for name in names)
     return "; ".join(filter(None, found)) or None
 
 
@@ -171,7 +171,7 @@ def _write(
 
     def work(transaction: Transaction) -> Difference:
         # All rows, with shared locks: a route depends on the routes of other topics.
-        rows = transaction.read(TABLE, COLUMNS, KeySet(all_=True))
+        rows = transaction.read(CONTROLS_TABLE, CONTROLS_COLUMNS, KeySet(all_=True))
         before = {topic: TopicControls(*row) for topic, *row in rows}
         difference = {topic: (before.get(topic), row) for topic, row in after(before).items()}
         _check(table, before, difference)
@@ -179,9 +179,9 @@ def _write(
         if changed and not dry_run:
             for topic, (_, row) in changed.items():
                 if row is None:
-                    transaction.delete(TABLE, KeySet(keys=[[topic]]))
+                    transaction.delete(CONTROLS_TABLE, KeySet(keys=[[topic]]))
                 else:  # with all columns, so that the result does not depend on the treatment of omitted ones
-                    transaction.insert_or_update(TABLE, COLUMNS, [(topic, *dataclasses.astuple(row))])
+                    transaction.insert_or_update(CONTROLS_TABLE, CONTROLS_COLUMNS, [(topic, *dataclasses.astuple(row))])
             operations.record(transaction, table, operation, recorded(changed), author, FinishedAt=COMMIT_TIMESTAMP)
         return difference
 

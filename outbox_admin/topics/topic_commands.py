@@ -11,7 +11,7 @@ from outbox.base.values import counted, json_value, topic_name
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
 from outbox.program.terminal import CONFIRM_ABOVE, Escaped, as_json, by_field, confirm, escaped, named, note, say
-from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
+from outbox.table.controls import CONTROL_NAMES, FIELDS, LIMITS, NO_CONTROLS, VALUES, TopicControls, described, problems
 from outbox_admin import flags, value_types
 from outbox_admin.status.status_commands import add_topics, as_of, circuit_table, fields, figures_table, read_noted
 
@@ -102,7 +102,7 @@ def add(commands: Any) -> None:
     for name, (flag, text, _, kind) in VALUES.items():
         metavar = "TOPIC" if name == "publish_to" else "S" if name.endswith("_seconds") else "N"
         flags.add(setting, flag, kind, f"{text} Allowed: {{}}", metavar=metavar, dest=name)
-    field = one_of(*NAMES)
+    field = one_of(*CONTROL_NAMES)
     text = "What to remove: {}. Without it, all of them and the pause"
     flags.add(unsetting, "fields", field, text, metavar="FIELD", nargs="*")
     applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
@@ -143,7 +143,7 @@ def run_set(options: argparse.Namespace) -> None:
 
 def run_unset(options: argparse.Namespace) -> None:
     """Remove controls of a topic, or its row. Raises SettingError, NotReached, OutboxError."""
-    _write(_open(options), options, {NAMES[name]: None for name in options.fields} or None)
+    _write(_open(options), options, {CONTROL_NAMES[name]: None for name in options.fields} or None)
 
 
 def _write(

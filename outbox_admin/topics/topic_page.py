@@ -10,7 +10,7 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.table.controls import NAMES, VALUES, TopicControls, described
+from outbox.table.controls import CONTROL_NAMES, VALUES, TopicControls, described
 from outbox_admin import operations
 from outbox_admin.operations import Operation
 from outbox_admin.topics import editing
@@ -26,7 +26,7 @@ SWITCHES = ("pause", "resume", "probe")
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     topic = _topic(visit)
-    more: dict[str, Any] = {"described": described, "fields": NAMES, "values": VALUES, "within": APPLIED_WITHIN}
+    more: dict[str, Any] = {"described": described, "fields": CONTROL_NAMES, "values": VALUES, "within": APPLIED_WITHIN}
     checked_at = _time(visit.query.get("exists", ""))
     more |= {"control": _control(visit, topic), "changed": _last_change(visit, topic)}
     return render(visit, "topics/topic", topic=topic, checked_at=checked_at, **more)
@@ -74,15 +74,15 @@ def _switch(visit: Visit) -> Response:
 def _ask(visit: Visit) -> Response:
     """Show the preview of the form. The name of the topic is no field, because a browser would change some names."""
     _preview(visit, visit.form)
-    fields = {name: visit.form.get(name) for name in NAMES}
+    fields = {name: visit.form.get(name) for name in CONTROL_NAMES}
     query = {"name": _topic(visit), **fields, "unset": visit.form.getlist("unset")}
     return RedirectResponse(visit.link("/topic/controls", **query), 303)  # nothing has changed yet
 
 
 def _show_preview(visit: Visit) -> Response:
     topic, values, preview = _preview(visit, visit.query)
-    texts = {name: visit.query[name].strip() for name, field in NAMES.items() if values.get(field) is not None}
-    removed = [name for name, field in NAMES.items() if field in values and name not in texts]
+    texts = {name: visit.query[name].strip() for name, field in CONTROL_NAMES.items() if values.get(field) is not None}
+    removed = [name for name, field in CONTROL_NAMES.items() if field in values and name not in texts]
     commands = [
         *([visit.command("topics set", topic, **texts, reason="TEXT")] if texts else []),
         *([visit.command("topics unset", topic, *removed, reason="TEXT")] if removed else []),
@@ -135,7 +135,7 @@ def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], edi
     try:
         return topic, values, editing.preview(visit.console.table, [topic], values, exact=False)
     except SettingError as error:
-        names = (name for name, field in NAMES.items() if field in str(error))
+        names = (name for name, field in CONTROL_NAMES.items() if field in str(error))
         raise Refused(400, "The topic was not changed", str(error), next(names, "")) from None
 
 
@@ -152,14 +152,16 @@ def _known(visit: Visit) -> str:
 
 def _typed(given: QueryParams) -> dict[str, Any]:
     """Return the values to write, by field. Empty fields keep their values."""
-    texts = {name: text for name in NAMES if (text := given.get(name, "").strip())}
-    removed = NAMES.keys() & given.getlist("unset")
+    texts = {name: text for name in CONTROL_NAMES if (text := given.get(name, "").strip())}
+    removed = CONTROL_NAMES.keys() & given.getlist("unset")
     if both := texts.keys() & removed:
         raise Refused(400, "The form sets and removes a value", "Clear the field, or the checkbox.", min(both))
     if not texts and not removed:
         raise Refused(400, "The form is empty", "Fill in a field, or choose a value to remove.")
-    values = {NAMES[name]: checked(VALUES[NAMES[name]].kind, text, name) for name, text in texts.items()}
-    return values | {NAMES[name]: None for name in removed}
+    values = {
+        CONTROL_NAMES[name]: checked(VALUES[CONTROL_NAMES[name]].kind, text, name) for name, text in texts.items()
+    }
+    return values | {CONTROL_NAMES[name]: None for name in removed}
 
 
 ROUTES = (

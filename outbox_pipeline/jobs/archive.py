@@ -19,7 +19,7 @@ from outbox.program.settings import DatabaseSettings, resolved
 from outbox.rows.task_table import SCHEMA_OPTIONS, Transaction
 from outbox.table import schema
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER, TABLE
+from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER, TASKS_TABLE
 from outbox_admin import operation_sql, operations
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
@@ -203,7 +203,7 @@ def purge_chunk(table: Table, wanted: Mapping[str, tuple[Any, ...]], operation: 
         found = transaction.query(_LOCK, {"ids": sorted(wanted)})
         same = [id for id, *ended in found if tuple(ended) == wanted[id]]
         if same:
-            transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
+            transaction.delete(TASKS_TABLE, KeySet(keys=[[id] for id in same]))
             # Last, because all Spark tasks wait for the lock of this row.
             [[deleted]] = transaction.query(operation_sql.LOCK_TASKS, {"id": operation})
             operations.update(transaction, operation, Tasks=deleted + len(same))

@@ -13,7 +13,7 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructType, Times
 
 from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
-from outbox.inbox.once import TABLE as INBOX
+from outbox.inbox.once import PROCESSED_TABLE as INBOX
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database

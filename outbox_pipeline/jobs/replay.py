@@ -21,10 +21,10 @@ from outbox.base.values import chunked, shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, PubSubSettings, resolved
 from outbox.program.terminal import escaped
-from outbox.registration import COLUMNS
+from outbox.registration import TASK_COLUMNS
 from outbox.rows.task_table import Transaction
 from outbox.table.shared_sql import NOW, by_ids
-from outbox.table.states import TABLE
+from outbox.table.states import TASKS_TABLE
 from outbox_admin import operations
 from outbox_admin.changes import execution, resending
 from outbox_admin.changes.resending import message
@@ -48,7 +48,7 @@ _LOCK = by_ids("Id, CreatedAt, SentAt, CancelledBy", lock=True)
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "cancelled", "replaced")
 _COUNTS_TO = schemas.counts("published", "refused", "cancelled")
 #: The archived columns of a task that is inserted again.
-ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
+ARCHIVED_COLUMNS = (*(name for name in TASK_COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -249,9 +249,9 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
         [[now]] = transaction.query(NOW, {})
         reset = [retry_values(id, now) for id, each in outcomes.items() if each == "replayed"]
         if reset:
-            transaction.update(TABLE, RETRY_COLUMNS, reset)
+            transaction.update(TASKS_TABLE, RETRY_COLUMNS, reset)
         for values in (_inserted(wanted[id], now) for id, each in outcomes.items() if each == "registered"):
-            transaction.insert(TABLE, tuple(values), [tuple(values.values())])
+            transaction.insert(TASKS_TABLE, tuple(values), [tuple(values.values())])
         counts = Counter(outcomes.values())
         return {name: counts[name] for name in _COUNTS.names}
 

@@ -22,7 +22,7 @@ from outbox.base.values import chunked, shown
 from outbox.errors import SettingError
 from outbox.message import parsed
 from outbox.program.settings import DatabaseSettings
-from outbox.registration import COLUMNS as REGISTERED
+from outbox.registration import TASK_COLUMNS as REGISTERED
 from outbox.registration import task_row
 from outbox.table.states import LONG_AGO
 from outbox_pipeline import schemas

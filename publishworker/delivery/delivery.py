@@ -102,10 +102,10 @@ class Delivery:
 
     def reports(self) -> Iterator[Delivered | Unmarked | Cancelled]:
         """Deliver. Yield what became of the tasks, and then what happens while the batch marks again."""
-        yield self.run()
+        yield self.deliver()
         yield from self.mark_again()
 
-    def run(self) -> Delivered:
+    def deliver(self) -> Delivered:
         """Claim, publish and mark, in one transaction."""
         try:
             self._change_rows(self.claim, self._decide)
@@ -170,11 +170,11 @@ class Delivery:
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
-        eligible = self._rows_to_send(self.claim, rows, now)
-        self._publish(self._results.unanswered(self.claim, eligible, now))
+        eligible = self._eligible_rows(self.claim, rows, now)
+        self._publish(self._results.rows_to_publish(self.claim, eligible, now))
         return self._row_changes(eligible, now)
 
-    def _rows_to_send(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+    def _eligible_rows(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may change, in key order, and record why others are skipped.
 
         A task that failed before an abort loses its answer if its row has changed.
@@ -245,7 +245,7 @@ class Results:
 
         Record the versions of rows without an answer.
         """
-        self._find_taken_out(ids, rows)
+        self._note_taken_out(ids, rows)
         for id in ids if self._decided else ():
             self._decided.pop(id, None)
         for row in rows if self.answers else ():
@@ -253,14 +253,14 @@ class Results:
                 del self.answers[row.id]
         self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self.answers}
 
-    def unanswered(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+    def rows_to_publish(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the eligible rows to publish now: tasks of the claim without an answer.
 
         Leave out the later tasks of a key after a failure that stops it. Record the failures of those that have
         expired.
         """
         stopped: set[str] = set()
-        unanswered: list[LockedRow] = []
+        found: list[LockedRow] = []
         releases = {task.id for task in claim.releases}
         for row in rows:
             answer = self.answers.get(row.id)
@@ -270,10 +270,10 @@ class Results:
                 if row.is_expired(now):
                     self.answers[row.id] = rules.expiry_failure(row)
                 else:
-                    unanswered.append(row)
+                    found.append(row)
             elif row.ordering_key is not None and rules.stops_key(answer):
                 stopped.add(row.ordering_key)
-        return unanswered
+        return found
 
     def record(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
         """Record decisions. A task that is marked as sent needs none, because it has an answer."""
@@ -298,7 +298,7 @@ class Results:
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
         if the row is unchanged, or if an earlier part of this batch has written it.
         """
-        self._find_taken_out(ids, rows)
+        self._note_taken_out(ids, rows)
         published, unwritten = self.published(), self._unwritten()
         still_needed = {
             row.id: change
@@ -325,7 +325,7 @@ class Results:
         answers = ((id, self.answers[id], by) for id, by in found.items())
         return {id: TakenOut(answer.message_id, by) for id, answer, by in answers if isinstance(answer, Published)}
 
-    def _find_taken_out(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+    def _note_taken_out(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
         """Record which published tasks among `ids` are cancelled, or deleted: not locked, or registered again.
 
         A sent one stays recorded, because the mark may be that of an earlier attempt, whose commit was not answered.

@@ -44,7 +44,7 @@ class MarkFirst(Delivery):
         #: The ordering keys of parts that failed. Their later tasks wait.
         self._stopped: set[str] = set()
 
-    def run(self) -> Delivered:
+    def deliver(self) -> Delivered:
         """Mark and publish. Divide what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
         parts = deque([self.claim])
         while parts:
@@ -83,10 +83,10 @@ class MarkFirst(Delivery):
 
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
             nonlocal marked
-            eligible = [row for row in self._rows_to_send(part, rows, now) if row.ordering_key not in self._stopped]
-            unanswered = self._results.unanswered(part, eligible, now)
+            eligible = [row for row in self._eligible_rows(part, rows, now) if row.ordering_key not in self._stopped]
+            unanswered = self._results.rows_to_publish(part, eligible, now)
             self._results.answers |= self._tools.publisher.refusals(part.destination, unanswered)
-            marked = {row.id: row for row in self._results.unanswered(part, eligible, now)}
+            marked = {row.id: row for row in self._results.rows_to_publish(part, eligible, now)}
             return self._row_changes(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:

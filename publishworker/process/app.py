@@ -39,7 +39,7 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError, lasting_reason
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.history import History
+from publishworker.telemetry.history import WorkerHistory
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits, StuckBatch
@@ -88,7 +88,7 @@ class App:
             create_command=partial(create_topic_command, settings),
         )
         host = Host(progress=self._progress)
-        history = History()
+        history = WorkerHistory()
         self.relay = relay_of(
             settings, self.store, publisher, self.membership, metrics=metrics, host=host, history=history
         )
@@ -111,7 +111,7 @@ class App:
         )
         samples: tuple[Callable[[TaskTable], None], ...] = (
             partial(send_ages, metrics, history),
-            lambda table: send_backlog(metrics, history, self.relay.topics, table),
+            lambda table: send_backlog(metrics, history, self.relay.discoverer.active_topics, table),
         )
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samples
@@ -176,7 +176,7 @@ class App:
             log.critical("%s", sentence, exc_info=True, extra={"action": "died"})
             return process.FAILED
         else:
-            if in_time or not self.relay.batches:  # without batches, only a read of the last turn has no answer
+            if in_time or not self.relay.in_flight:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
                 return process.DONE
             self._metrics.count(m.FORCED_STOP, 1, reason=m.SHUTDOWN_TIMEOUT)
@@ -186,7 +186,7 @@ class App:
             )  # fmt: skip
             return timeout_exit_code
         finally:
-            self.relay.report_in_doubt()
+            self.relay.in_flight.report_in_doubt()
             for each in self._background:
                 each.stop()
 
@@ -244,7 +244,7 @@ def relay_of(
     *,
     metrics: Metrics,
     host: Host,
-    history: History | None = None,
+    history: WorkerHistory | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     places = settings.concurrency

@@ -30,7 +30,7 @@ from outbox.rows.task_table import TaskTable
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import NO_CONTROLS
-from outbox.table.states import TABLE
+from outbox.table.states import TASKS_TABLE
 from publishworker import process
 from publishworker.log import ThrottledLog, log
 from publishworker.process.app import App, until_drained, worker_id
@@ -196,9 +196,9 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     store = SpannerStore(database, layout)
     with store.reading() as snapshot:
         if not list(
-            snapshot.read(TABLE, ("Id",), KeySet(all_=True), limit=1, **store.request("outbox-any", READ_SECONDS))
+            snapshot.read(TASKS_TABLE, ("Id",), KeySet(all_=True), limit=1, **store.request("outbox-any", READ_SECONDS))
         ):
-            yield "warning", f"{TABLE} of this database has no task. If the application runs, it {_BYPASSED}"
+            yield "warning", f"{TASKS_TABLE} of this database has no task. If the application runs, it {_BYPASSED}"
     to_send = topics_to_send(store)
     ordered = [topic for topic, has_keys in to_send.items() if has_keys]
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):

@@ -23,7 +23,7 @@ from publishworker.log import ThrottledLog, log
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.failures import REASONS, FailureKind
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.history import History, size
+from publishworker.telemetry.history import WorkerHistory, size
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -59,22 +59,21 @@ class WorkerGauges:
         self._at = self._clock()
         self._metrics.count(m.HEARTBEAT, 1)
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        load = self._relay.load
-        self._metrics.sample(m.IN_FLIGHT, load.places_taken)
+        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight.places_by_topic().total())
         # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
         for reason in m.STOP_REASONS:
             self._metrics.zero(m.FORCED_STOP, reason=reason)
-        for topic in self._relay.topics:
+        for topic in self._relay.discoverer.active_topics:
             self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
             self._metrics.zero(m.UNCONFIRMED, topic=topic)  # the first event is an alarm, as above
             for reason in DEAD_AT_ONCE:
                 self._metrics.zero(m.DEAD, topic=topic, reason=reason)
-        circuits = load.circuits.items()
+        circuits = self._relay.topics.circuit_states().items()
         states = {(topic,): m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits}
         self._metrics.gauges(m.CIRCUIT_STATE, states)
 
 
-def send_backlog(metrics: Metrics, history: History, topics: Collection[str], table: TaskTable) -> None:
+def send_backlog(metrics: Metrics, history: WorkerHistory, topics: Collection[str], table: TaskTable) -> None:
     """Send the numbers of unsent tasks, and note them: 0 for `topics` without pending ones."""
     found = backlog.read_unsent(table, backlog.STALENESS)
     metrics.gauge(m.PENDING, found.total.pending)
@@ -86,7 +85,7 @@ def send_backlog(metrics: Metrics, history: History, topics: Collection[str], ta
         history.add_backlog({topic: line.pending for topic, line in lines}, unsent)
 
 
-def send_ages(metrics: Metrics, history: History, table: TaskTable) -> None:
+def send_ages(metrics: Metrics, history: WorkerHistory, table: TaskTable) -> None:
     """Send the age of the oldest task, of all topics and of each, and note it. Send how many workers died."""
     ages = backlog.oldest_ages(table)
     metrics.gauge(m.OLDEST_AGE, ages.oldest)
@@ -149,16 +148,18 @@ class BacklogSampler:
             wait = self.once()
 
 
-def worker_info(settings: RelaySettings, relay: Relay, history: History, shards: Sequence[int]) -> dict[str, object]:
+def worker_info(
+    settings: RelaySettings, relay: Relay, history: WorkerHistory, shards: Sequence[int]
+) -> dict[str, object]:
     """Return the JSON. Seconds count from the heartbeat. What does not fit is counted in `..._left_out`."""
-    runs, load = list(_fitting(_runs(shards), MAX_SHARD_BYTES)), relay.load
+    runs = list(_fitting(_runs(shards), MAX_SHARD_BYTES))
     info: dict[str, object] = {
         "host": socket.gethostname()[:MAX_CHARACTERS],
         "version": __version__,
         "shards": runs,
         "shards_left_out": len(shards) - sum(1 + last - first for first, last in runs),
-        "in_flight": relay.batches,
-        "utilization": round(load.utilization, 2),
+        "in_flight": len(relay.in_flight),
+        "utilization": round(relay.in_flight.utilization, 2),
         "settings": dict(_changed(settings)),
     }
     circuits = [
@@ -169,7 +170,7 @@ def worker_info(settings: RelaySettings, relay: Relay, history: History, shards:
             "open_seconds": round(state.seconds_open, 1),
             "seconds_to_probe": round(state.seconds_to_probe, 1),
         }
-        for topic, state in sorted(load.circuits.items())
+        for topic, state in sorted(relay.topics.circuit_states().items())
     ]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_OTHER_BYTES - size(info)))

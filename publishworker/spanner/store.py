@@ -311,20 +311,21 @@ def any_to_send(store: SpannerStore, shards: Iterable[int] | None = None, *, mis
     there is such a task in a topic with an invalid route that is not paused.
     """
     shards = store.layouts[0].ids if shards is None else tuple(shards)
-    topics, controls = _unsent_topics(store, shards)
+    topics, controls = _discover_all(store, shards)
     paused = {topic for topic, row in controls.items() if row.paused}
     invalid = {topic for topic, row in controls.items() if problems(TopicControls(publish_to=row.publish_to))}
     topics = (topics & invalid if misrouted else topics - invalid) - paused
-    return bool(_topics_to_send(store, shards, topics))
+    return bool(_read_topics_to_send(store, shards, topics))
 
 
 def topics_to_send(store: SpannerStore) -> dict[str, bool]:
     """Return the topics with pending or retrying tasks, and whether the first of these have keys. Raises StoreError."""
     shards = store.layouts[0].ids
-    return _topics_to_send(store, shards, _unsent_topics(store, shards)[0])
+    return _read_topics_to_send(store, shards, _discover_all(store, shards)[0])
 
 
-def _unsent_topics(store: SpannerStore, shards: Collection[int]) -> tuple[frozenset[str], Mapping[str, TopicControls]]:
+def _discover_all(store: SpannerStore, shards: Collection[int]) -> tuple[frozenset[str], Mapping[str, TopicControls]]:
+    """Return all topics with unsent tasks, and the topic controls."""
     known = frozenset[str]()
     while True:
         found = store.discover(tuple(shards), known)
@@ -333,7 +334,7 @@ def _unsent_topics(store: SpannerStore, shards: Collection[int]) -> tuple[frozen
         known |= found.topics
 
 
-def _topics_to_send(store: SpannerStore, shards: Iterable[int], topics: Collection[str]) -> dict[str, bool]:
+def _read_topics_to_send(store: SpannerStore, shards: Iterable[int], topics: Collection[str]) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for each in by_layout(shards if topics else ()):
         values = parameters({"shards": each.numbers, "topics": sorted(topics)})

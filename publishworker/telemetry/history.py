@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from outbox.rows.workers import MINUTES
-from publishworker.types import Delivered
+from publishworker.types import Turn
 
 #: Max topics of one minute. The figures of all topics include the others.
 TOPICS = 20
@@ -58,7 +58,7 @@ class _Row:
         return None
 
 
-class History:
+class WorkerHistory:
     """The figures of the last MINUTES. Used by several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -69,16 +69,15 @@ class History:
         self._past: dict[int, dict[str | None, _Figures]] = {}
         self._lock = threading.Lock()
 
-    def add(self, delivered: Delivered) -> None:
-        """Count the outcomes of a batch."""
-        number, failed = len(delivered.published()), len(delivered.failed())
-        step = max(1, len(delivered.latencies) // LATENCY_SAMPLES)
-        latencies = Counter(_bound(each) for each in islice(delivered.latencies.values(), 0, None, step))
+    def add(self, topic: str, counts: Turn, latencies: Mapping[str, float]) -> None:
+        """Count the outcomes of a batch, and some of the latencies of its tasks."""
+        step = max(1, len(latencies) // LATENCY_SAMPLES)
+        sampled = Counter(_bound(each) for each in islice(latencies.values(), 0, None, step))
         with self._current() as rows:
-            for row in (rows[ALL], rows[delivered.claim.topic]):
-                row.published += number
-                row.failed += failed
-            rows[ALL].latencies += latencies
+            for row in (rows[ALL], rows[topic]):
+                row.published += counts.published
+                row.failed += counts.failed
+            rows[ALL].latencies += sampled
 
     def add_backlog(self, pending: Mapping[str, int], unsent: Mapping[str, int | None]) -> None:
         """Note the numbers of tasks by topic. None is a number that is not known exactly."""

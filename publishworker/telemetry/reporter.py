@@ -10,7 +10,7 @@ from outbox.program.terminal import escaped
 from publishworker.log import LINE_SECONDS, ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.history import LATENCY_SAMPLES, History
+from publishworker.telemetry.history import LATENCY_SAMPLES, WorkerHistory
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.availability import CircuitChange
 from publishworker.types import (
@@ -61,9 +61,9 @@ class Reporter:
     FAILURE_LINES about single tasks.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], history: History | None = None) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float], history: WorkerHistory | None = None) -> None:
         self._metrics = metrics
-        self._history = history or History()
+        self._history = history or WorkerHistory()
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock
         self._work: Counter[str] = Counter()
@@ -72,11 +72,11 @@ class Reporter:
 
     def report_batch(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
         """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
-        self._count_work(turn_counts([delivered]))
-        self._history.add(delivered)
-        topic = delivered.claim.topic
-        self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
-        self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)
+        topic, counts = delivered.claim.topic, turn_counts([delivered])
+        self._count_work(counts)
+        self._history.add(topic, counts, delivered.latencies)
+        self._metrics.count(m.PUBLISHED, counts.published, topic=topic)
+        self._metrics.count(m.ALREADY_PUBLISHED, counts.already_sent, topic=topic)
         self._metrics.count(m.ABORTED, delivered.aborted, topic=topic)
         if delivered.claim.kind is not Kind.DEFER:
             for phase, seconds in delivered.phases.items():
@@ -86,14 +86,14 @@ class Reporter:
                 self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.latencies), topic=topic)
         _log_message_ids(delivered)
         self._failures(delivered)
-        self._metrics.count(m.DEFERRED, len(delivered.deferred), topic=topic)
-        if uncommitted := delivered.uncommitted():
-            self._metrics.count(m.UNCOMMITTED, len(uncommitted), topic=topic)
+        self._metrics.count(m.DEFERRED, counts.deferred, topic=topic)
+        self._metrics.count(m.UNCOMMITTED, counts.uncommitted, topic=topic)
         tasks = f"{_tasks(delivered.claim.ids)} of topic {topic}"
         if delivered.error is not None and COMMIT in delivered.phases:
             text = f"Commit failed for {tasks}: {delivered.error}"
-            if uncommitted:
-                text += f". {_tasks(uncommitted)} in doubt: published, and will be marked without another publish"
+            if counts.uncommitted:
+                tasks = counted(counts.uncommitted, "task")
+                text += f". {tasks} in doubt: published, and will be marked without another publish"
             self._throttled_log.log("commit_failed", topic, text)
         elif delivered.error is not None:
             text = f"The rows of {tasks} were not locked, so nothing was published: {delivered.error}"

@@ -254,8 +254,8 @@ class Discoverer:
         self._insert_reported = False
 
     @property
-    def topics(self) -> frozenset[str]:
-        """Return the topics that have, or recently had, unsent tasks, except paused ones."""
+    def active_topics(self) -> frozenset[str]:
+        """Return the topics that have, or recently had, unsent tasks, except paused ones. Callable on any thread."""
         return self._known.recent - self._topics.paused
 
     def note_insert(self) -> None:

@@ -1,26 +1,17 @@
 """One turn of the relay: collect reports, poll, resolve ordering keys, choose batches, start them, wait."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from publishworker.delivery.delivery import Tools
 from publishworker.telemetry.reporter import Reporter, turn_counts
-from publishworker.topics.availability import CircuitState, Topics
+from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering
 from publishworker.turn.poller import Discoverer, Polled, Poller
 from publishworker.turn.selection import Selector
 from publishworker.types import Claim, Delivered, Next, Turn
-
-
-class Load(NamedTuple):
-    """The places that are taken, their part of all places (0 to 1), and the circuits that are not closed."""
-
-    places_taken: int
-    utilization: float
-    circuits: Mapping[str, CircuitState]
 
 
 class Relay:
@@ -40,14 +31,14 @@ class Relay:
         self._reporter = reporter
         # Set by `wake`. The worker then ends its pause.
         self._woken = host.threads.event()
-        self._topics = Topics(host)
-        self._in_flight = InFlight(tools, limits, reporter)
-        self._poller = Poller(store, membership, self._topics, host, limits.places * limits.batch_size)
-        self._discoverer = Discoverer(
-            store, membership, self._topics, self._poller, host.clock, seconds=discovery_seconds
+        self.topics = Topics(host)
+        self.in_flight = InFlight(tools, limits, reporter)
+        self._poller = Poller(store, membership, self.topics, host, limits.places * limits.batch_size)
+        self.discoverer = Discoverer(
+            store, membership, self.topics, self._poller, host.clock, seconds=discovery_seconds
         )
         self._ordering = Ordering(store, limits, tools.policy, host)
-        self._selector = Selector(self._in_flight, self._topics, host.random)
+        self._selector = Selector(self.in_flight, self.topics, host.random)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its counts. Start no batch once `stopping()` is true.
@@ -57,40 +48,21 @@ class Relay:
         """
         if self._woken.is_set():
             self._woken.clear()  # before the poll, so that an insert during this turn starts another turn
-            self._discoverer.note_insert()
-        earlier = self._in_flight.collect()
+            self.discoverer.note_insert()
+        earlier = self.in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
         # Read live workers, controls and new topics.
-        poll_again |= self._discoverer.discover_if_due(idle=not self._in_flight)
+        poll_again |= self.discoverer.discover_if_due(idle=not self.in_flight)
         # Leave out the tasks in flight, even if their batches end during the poll: it may have read them before their
         # marks.
-        polled = self._poller.poll(self._in_flight.room, self._in_flight.ids(), self._selector.below_priority)
+        polled = self._poller.poll(self.in_flight.room, self.in_flight.ids(), self._selector.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
-        resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
+        resolved = self._ordering.resolve(polled.candidates, self.in_flight.busy_keys())
         batches, should_wait = ((), False) if stopping() else self._selector.select(resolved)
         self._start(batches)  # each on a thread of its own
-        later = self._in_flight.wait() if should_wait else self._in_flight.collect()
+        later = self.in_flight.wait() if should_wait else self.in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)
         return self._end_turn(polled, earlier + later, should_wait=should_wait, poll_again=poll_again)
-
-    @property
-    def load(self) -> Load:
-        """Return the load now. Only the thread of the turns may ask, because batches start on it."""
-        return Load(
-            places_taken=self._in_flight.places_by_topic().total(),
-            utilization=self._in_flight.utilization,
-            circuits=self._topics.circuit_states(),
-        )
-
-    @property
-    def batches(self) -> int:
-        """Return the number of batches in flight. Callable on any thread."""
-        return len(self._in_flight)
-
-    @property
-    def topics(self) -> frozenset[str]:
-        """Return the topics that have, or recently had, unsent tasks, except paused ones. Callable on any thread."""
-        return self._discoverer.topics
 
     def find_next_due(self) -> float | None:
         """Return the seconds until the next task is due, or None if there is none. Raises StoreError."""
@@ -99,10 +71,6 @@ class Relay:
     def pause(self, seconds: float) -> bool:
         """Wait until `wake`, at most `seconds`. Return whether `wake` ended the wait."""
         return self._woken.wait(seconds)
-
-    def report_in_doubt(self) -> None:
-        """Report the tasks of batches in flight that are in doubt, because the process ends. Callable on any thread."""
-        self._in_flight.report_in_doubt()
 
     def wake(self) -> None:
         """End the pause of the worker, because a task may have been inserted. Callable on any thread."""
@@ -113,17 +81,17 @@ class Relay:
 
         Callable on any thread.
         """
-        self._in_flight.shut_down()
+        self.in_flight.shut_down()
         self.wake()
 
     def finish(self) -> Turn:
         """Wait until no batch is in flight, and return the counts of the reports. Raises StuckBatch."""
         delivered: list[Delivered] = []
-        self._in_flight.shut_down()
+        self.in_flight.shut_down()
         try:
             # OUT-LOSS-5. Handle each report at once: if another batch is stuck, StuckBatch ends this loop.
-            while len(self._in_flight):
-                reports = self._in_flight.wait_for_one()
+            while len(self.in_flight):
+                reports = self.in_flight.wait_for_one()
                 self._handle_reports(reports, stopping=lambda: True)
                 delivered += reports
             return turn_counts(delivered)
@@ -139,7 +107,7 @@ class Relay:
         """
         poll_again = False
         for each in delivered:
-            change = self._topics.observe(each)
+            change = self.topics.observe(each)
             self._reporter.report_batch(each, change)
             poll_again |= change is not None or each.has_written()
         if not stopping():
@@ -148,24 +116,24 @@ class Relay:
 
     def _start(self, batches: Sequence[Claim]) -> None:
         if batches:
-            self._discoverer.read_controls_if_old()  # the poll may have taken long
+            self.discoverer.read_controls_if_old()  # the poll may have taken long
         for batch in batches:
-            if (permitted := self._topics.permit(batch)) is not None:  # None: the topic is paused
-                self._in_flight.start(permitted)
+            if (permitted := self.topics.permit(batch)) is not None:  # None: the topic is paused
+                self.in_flight.start(permitted)
 
     def _end_turn(self, polled: Polled, delivered: Sequence[Delivered], *, should_wait: bool, poll_again: bool) -> Turn:
-        next_turn = Next.SOON if polled.candidates or delivered or self._in_flight else Next.LATER
+        next_turn = Next.SOON if polled.candidates or delivered or self.in_flight else Next.LATER
         if poll_again:
             next_turn = Next.AT_ONCE
-        elif should_wait and not delivered and self._in_flight.unreported:
+        elif should_wait and not delivered and self.in_flight.unreported:
             next_turn = Next.STILL_WAITING
         turn = replace(
             turn_counts(delivered),
             polled=len(polled.candidates),
             poll_seconds=polled.seconds,
-            in_flight=len(self._in_flight),
+            in_flight=len(self.in_flight),
             next=next_turn,
-            seconds_to_change=self._topics.seconds_to_change,
+            seconds_to_change=self.topics.seconds_to_change,
         )
         self._reporter.report_turn(turn)
         return turn

@@ -187,7 +187,7 @@ def test_a_topic_is_checked_and_its_controls_are_forgotten(
     missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
     assert (missing.status_code, "does not exist" in missing.text, "--force" in missing.text) == (400, True, False)
     with monkeypatch.context() as patch:
-        patch.setattr(admin.editing, "check_topic", lambda *_: "Pub/Sub does not say whether it exists: 403")
+        patch.setattr(admin.editing, "check_topic_exists", lambda *_: "Pub/Sub does not say whether it exists: 403")
         unknown = text(caller.post("/topic/check?name=orders", headers=SAME).text)
     assert "It is unknown whether the topic exists. Pub/Sub does not say whether it exists: 403" in unknown
     assert "Nothing was changed" not in unknown

@@ -23,7 +23,7 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
-from outbox.registration import COLUMNS
+from outbox.registration import TASK_COLUMNS
 from outbox.table import timeouts
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.clients import aio
@@ -343,7 +343,7 @@ def test_register_writes_the_golden_rows(golden: dict[str, Any]) -> None:
     assert comparable(written) == comparable(row)
     assert comparable(row)["Data"] == ParseDict(golden["message"], RawPubsubMessage())
     assert (written["CreatedAt"], row["CreatedAt"]) == (COMMIT_TIMESTAMP, COMMIT_TIMESTAMP)
-    assert list(row) == list(COLUMNS)
+    assert list(row) == list(TASK_COLUMNS)
 
 
 @each_row
@@ -382,6 +382,6 @@ def test_the_page_names_every_column(database: Database) -> None:
         column for line in re.findall(r"^\| (`[^|]*)\|", omit, re.MULTILINE) for column in re.findall(r"\w+", line)
     }
     columns = "SELECT COLUMN_NAME FROM INFORMATION_SCHEMA.COLUMNS WHERE TABLE_NAME = 'AsynchronousTasks'"
-    assert sorted(re.findall(r"^\| `(\w+)`", write, re.MULTILINE)) == sorted(COLUMNS)
-    assert named == {name for [name] in query(database, columns)} - set(COLUMNS)
+    assert sorted(re.findall(r"^\| `(\w+)`", write, re.MULTILINE)) == sorted(TASK_COLUMNS)
+    assert named == {name for [name] in query(database, columns)} - set(TASK_COLUMNS)
     assert f"version {GOLDEN['version']} of the contract" in PAGE

@@ -156,7 +156,7 @@ def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(id, at, at) for id, at in seen])
         idle = ("idle", now, now - timeout, LIVENESS_TIMEOUT_SECONDS + 1)
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds"), [idle])
-    found = backlog._read_at(Later(watch.database), now, backlog.COUNT_LIMIT)
+    found = backlog.read(Later(watch.database), at=now, limit=backlog.COUNT_LIMIT)
     [line] = found.lines
     assert numbers(line) == {"pending": 1, "scheduled": 1, "retrying": 1, "sent_last_minute": 1}
     assert (line.oldest, line.next_due, found.age(line)) == (now, now + MICROSECOND, 0.0)
@@ -171,7 +171,7 @@ def test_the_backlog_is_read_at_one_timestamp(database: Database, watch: Watch):
     update(database, "a", SentAt=COMMIT_TIMESTAMP)
     update(database, "b", AvailableAt=NEVER)
     pause(database, "orders")
-    found = backlog._read_at(watch.table, then, backlog.COUNT_LIMIT)
+    found = backlog.read(watch.table, at=then, limit=backlog.COUNT_LIMIT)
     assert [(line.topic, line.paused, numbers(line)) for line in found.lines] == [("orders", False, {"pending": 2})]
     now = backlog.read(watch.table, exact=True)
     assert [(line.topic, numbers(line)) for line in now.lines] == [
@@ -257,7 +257,7 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(database: Database, table
             ready[each["Topic"]] = min(each["CreatedAt"], ready.get(each["Topic"], FUTURE))
 
     for limit in (1, 3, 1_000):
-        found = backlog._read_at(table, table.now(), limit)
+        found = backlog.read(table, limit=limit)
         assert {line.topic for line in found.lines} == set(true)
         for line in found.lines:
             for name in COUNTS:

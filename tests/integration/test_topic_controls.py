@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.rows.task_table import TaskTable
-from outbox.table.controls import COLUMNS, TABLE
+from outbox.table.controls import CONTROLS_COLUMNS, CONTROLS_TABLE
 from outbox.table.controls import TopicControls as Controls
 from outbox_admin import operations
 from outbox_admin.web.visits import Shared
@@ -53,9 +53,9 @@ def have(database: Database, *names: str) -> None:
 def write(database: Database, before: Mapping[str, Controls]) -> None:
     """Replace all rows."""
     with database.batch() as batch:
-        batch.delete(TABLE, KeySet(all_=True))
+        batch.delete(CONTROLS_TABLE, KeySet(all_=True))
         for topic, row in before.items():
-            batch.insert(TABLE, COLUMNS, [(topic, *dataclasses.astuple(row))])
+            batch.insert(CONTROLS_TABLE, CONTROLS_COLUMNS, [(topic, *dataclasses.astuple(row))])
 
 
 def recorded(database: Database) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
-from outbox.registration import COLUMNS
+from outbox.registration import TASK_COLUMNS
 from outbox_pipeline import Registered
 from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs import register as job
@@ -72,10 +72,16 @@ def test_the_fake_table_behaves_like_the_real_one(target: DatabaseSettings, data
         seen = ("Id", "Topic", "Data", "OrderingKey")
         began = table.now()
         told: list[Any] = [table.read_ids(seen, ["a", "b"], TAG)]
-        told += [table.insert(COLUMNS, made("a", "b"), TAG), table.insert(COLUMNS, made("c", "b", topic="x"), TAG)]
-        told += [table.insert(COLUMNS, made("d", "d"), TAG), sorted(table.read_ids(seen, ["d", "b", "c", "a"], TAG))]
+        told += [
+            table.insert(TASK_COLUMNS, made("a", "b"), TAG),
+            table.insert(TASK_COLUMNS, made("c", "b", topic="x"), TAG),
+        ]
+        told += [
+            table.insert(TASK_COLUMNS, made("d", "d"), TAG),
+            sorted(table.read_ids(seen, ["d", "b", "c", "a"], TAG)),
+        ]
         [[created], [other]] = table.read_ids(("CreatedAt",), ["a", "b"], TAG)
-        told += [created == other, created >= began, table.insert(COLUMNS, made("c"), TAG), created < table.now()]
+        told += [created == other, created >= began, table.insert(TASK_COLUMNS, made("c"), TAG), created < table.now()]
         [[second]] = table.read_ids(("CreatedAt",), ["c"], TAG)
         return [*told, second > created]
 

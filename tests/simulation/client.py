@@ -18,7 +18,7 @@ from outbox.errors import OutboxError
 from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
-from outbox.table.states import CANCELLED, NO_SEQUENCE, TABLE, first_due, is_dead
+from outbox.table.states import CANCELLED, NO_SEQUENCE, TASKS_TABLE, first_due, is_dead
 from outbox_admin.change_kinds import MADE_UNSENT
 from outbox_admin.changes import change_sql
 from outbox_admin.tasks.selected import Row
@@ -134,7 +134,7 @@ class Work:
         return [values[name] for name in Row._fields]
 
     def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
-        if table == TABLE:
+        if table == TASKS_TABLE:
             return [[_value(row, name) for name in columns] for row in self._lock([id for [id] in keys.keys])]
         rows = self._spanner.others[table]
         return [[rows[tuple(key)].get(name) for name in columns] for key in keys.keys if tuple(key) in rows]
@@ -156,7 +156,7 @@ class Work:
         spanner = self._spanner
         spanner.wait(spanner.latencies.commit)
         spanner.serve("change", len(self.mutations), urgent=False)
-        changed = {row["Id"]: kind for kind, table, row in self.mutations if table == TABLE}
+        changed = {row["Id"]: kind for kind, table, row in self.mutations if table == TASKS_TABLE}
         self._lock(changed)
         if any(id in self.table.refused for id, kind in changed.items() if kind == "update"):
             raise OutboxError("a constraint is violated")
@@ -165,7 +165,7 @@ class Work:
         committed = self.table.commit_time()
         for kind, table, given in self.mutations:
             row = {name: committed if value is COMMIT_TIMESTAMP else value for name, value in given.items()}
-            if table == TABLE:
+            if table == TASKS_TABLE:
                 values = {attribute(name): value for name, value in row.items()}
                 self._apply(kind, values, audit)
             else:
@@ -175,15 +175,15 @@ class Work:
 
     def _check_existing(self, audit: Audit) -> None:
         """Raise OutboxError if Spanner would refuse an update of a task that is gone, or to insert one that exists."""
-        inserted = {row["Id"] for kind, table, row in self.mutations if (kind, table) == ("insert", TABLE)}
+        inserted = {row["Id"] for kind, table, row in self.mutations if (kind, table) == ("insert", TASKS_TABLE)}
         if inserted & self.table.rows.keys():
             raise OutboxError("ALREADY_EXISTS")
         gone = set[str]()
         for kind, table, row in self.mutations:
-            if table == TABLE and kind == "update" and (row["Id"] in gone or row["Id"] not in self.table.rows):
+            if table == TASKS_TABLE and kind == "update" and (row["Id"] in gone or row["Id"] not in self.table.rows):
                 audit.problem(f"a transaction updates {row['Id']} after it was deleted")
                 raise OutboxError("NOT_FOUND")
-            gone |= {row["Id"]} if (kind, table) == ("delete", TABLE) else set()
+            gone |= {row["Id"]} if (kind, table) == ("delete", TASKS_TABLE) else set()
 
     def _apply(self, kind: str, row: dict[str, Any], audit: Audit) -> None:
         id = row.pop("id")

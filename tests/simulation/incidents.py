@@ -27,7 +27,7 @@ from outbox_admin.tasks.lookup import BlockedHead
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog, worker_info
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.history import History
+from publishworker.telemetry.history import WorkerHistory
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn import membership
 from publishworker.turn.worker import Worker
@@ -247,14 +247,14 @@ class Reporting(Worker):
 
     def run(self, stop: Any, until: Any = lambda _turn: False) -> None:
         stage, node = self.stage, self.stage.node()
-        process, history = node.process, History(lambda: stage.wall().timestamp())
+        process, history = node.process, WorkerHistory(lambda: stage.wall().timestamp())
         stage.started[process.name] = stage.table.time()
         node.membership.info = functools.partial(worker_info, SETTINGS, node.relay, history)
         fate = node._fate("spanner")
         table = IncidentTable(stage, lambda: fate("poll") or process.name in stage.cannot_count)
         for sample in (
             functools.partial(send_ages, self._metrics, history),
-            lambda table: send_backlog(self._metrics, history, node.relay.topics, table),
+            lambda table: send_backlog(self._metrics, history, node.relay.discoverer.active_topics, table),
         ):
             sampler = BacklogSampler(sample, lambda: table, node.membership, node.clock)
             sampler._stop = stop

@@ -22,7 +22,7 @@ from outbox.reading import Reader, SentTask, SentTasks
 from outbox.rows import counts_sql
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED, TABLE, is_dead
+from outbox.table.states import CANCELLED, TASKS_TABLE, is_dead
 from outbox_admin.change_kinds import KINDS, MADE_UNSENT
 from outbox_admin.changes import execution
 from outbox_admin.tasks.selections import TaskSelection
@@ -261,7 +261,7 @@ class Operators:
     def _delete(rows: list[StoredTask], attempt: Work) -> None:
         """Delete the rows that are still sent, as Spanner's row deletion policy does."""
         found = attempt.query(by_ids("Id, SentAt", lock=True), {"ids": [row.id for row in rows]})
-        attempt.delete(TABLE, KeySet(keys=[[id] for id, sent_at in found if sent_at is not None]))
+        attempt.delete(TASKS_TABLE, KeySet(keys=[[id] for id, sent_at in found if sent_at is not None]))
 
     def _limit(self, topic: str, rate_per_second: float | None, burst: int | None, **more: Any) -> None:
         self.table.control(topic, rate_per_second=rate_per_second, burst=burst, **more)

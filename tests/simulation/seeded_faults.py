@@ -150,7 +150,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
     "a transaction attempt remembers outcomes": (
-        Results, "unanswered", lambda _: lambda _self, _claim, rows, _now: rows
+        Results, "rows_to_publish", lambda _: lambda _self, _claim, rows, _now: rows
     ),
     "a later attempt marks what an earlier one published": (Results, "published", always({})),
     "only published tasks are marked": (Delivery, "_row_changes", late_mark),

@@ -66,8 +66,8 @@ ROWS = "outbox_pipeline/rows/register_rows.py"
 CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("OUT-LOSS-1", BUSINESS): [
         (
-            REGISTRATION, "    transactions.insert(transaction, TABLE, columns, [row])\n",
-            "    with transaction._session._database.batch() as own: own.insert(TABLE, columns, [row])\n",
+            REGISTRATION, "    transactions.insert(transaction, TASKS_TABLE, columns, [row])\n",
+            "    with transaction._session._database.batch() as own: own.insert(TASKS_TABLE, columns, [row])\n",
         ),
         (REGISTRATION, "        COMMIT_TIMESTAMP,\n", "        datetime.now().astimezone(),\n"),
     ],
@@ -82,7 +82,7 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("OUT-LOSS-4", YOUNG): [(RULES, "may_die = kind", "may_die = True or kind")],
     ("OUT-LOSS-4", OUTAGE): [(RULES, "return id in claim.suspects and", "return True or")],
     ("OUT-LOSS-5", STOPS): [
-        ("publishworker/turn/relay.py", "while len(self._in_flight):", "while False:"),
+        ("publishworker/turn/relay.py", "while len(self.in_flight):", "while False:"),
         ("publishworker/turn/worker.py", "        self._relay.finish()\n", ""),
     ],
     ("OUT-LOSS-6", TAKES_OVER): [
@@ -103,7 +103,7 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("OUT-TWICE-2", RPC): [
         (DELIVERY, "if answer is None and row.ordering_key", "if row.ordering_key"),
-        (DELIVERY, "self._publish(self._results.unanswered(self.claim, eligible, now))", "self._publish(eligible)"),
+        (DELIVERY, "self._results.rows_to_publish(self.claim, eligible, now)", "eligible"),
     ],
     ("OUT-ORDER-1", KEYS): [
         (IN_FLIGHT, "key for claim in claims for key in claim.keys", ""),

@@ -55,7 +55,7 @@ class Trace:
 
     def batches_of(self, relay: Relay) -> Relay:
         """Let a relay with such a store note the steps of its batches, too, and return it."""
-        in_flight, reporter = relay._in_flight, relay._reporter
+        in_flight, reporter = relay.in_flight, relay._reporter
         in_flight._delivery_of = partial(self._delivery_of, in_flight._delivery_of)  # type: ignore[assignment]  # as the real one
         report_later = reporter.report_later
 

@@ -5,11 +5,13 @@ A bench is a relay between fakes, for tests without emulators.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,7 +27,7 @@ from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import CircuitState
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Load, Relay
+from publishworker.turn.relay import Relay
 from publishworker.types import Answer, Claim, ClaimedTask, Kind, LockedRow, Turn
 from tests.specification.trace import Trace
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
@@ -152,7 +154,7 @@ class Bench:
 
     def marking(self) -> list[Thread]:
         """Return the threads of the batches that were reported and mark tasks again, or are about to."""
-        running = [each for relay in self.relays for each in relay._in_flight._running.items()]
+        running = [each for relay in self.relays for each in relay.in_flight._running.items()]
         return [thread for entry, thread in running if entry.reported]
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
@@ -175,7 +177,7 @@ class Bench:
         end = time.monotonic() + 60  # the machine may be busy
         while len(done) < max_turns and time.monotonic() < end:
             turn = self.relay.turn()
-            if turn.made_progress or not self.relay._in_flight.unreported:
+            if turn.made_progress or not self.relay.in_flight.unreported:
                 done.append(turn)
                 if not turn.made_progress:
                     return done
@@ -247,11 +249,12 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
     bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]  # a fault on purpose
 
 
-class WorkingRelay:
-    """A relay with three batches in flight, as far as a heartbeat asks for it."""
-
-    def __init__(self, **circuits: CircuitState) -> None:
-        self.batches, self.load = 3, Load(3, 0.375, circuits)
+def working_relay(**circuits: CircuitState) -> Any:
+    """Return a relay with three batches in flight, as far as a heartbeat or a gauge asks for it."""
+    in_flight = mock.MagicMock(utilization=0.375, **{"__len__.return_value": 3})
+    in_flight.places_by_topic.return_value = Counter({"orders": 3})
+    topics = mock.Mock(**{"circuit_states.return_value": circuits})
+    return mock.Mock(in_flight=in_flight, topics=topics, **{"discoverer.active_topics": {"invoices", "orders"}})
 
 
 def worker_settings(**flags: str) -> WorkerSettings:

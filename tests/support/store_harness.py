@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING, Array
 
 from outbox.table.connection import open_database
-from outbox.table.controls import COLUMNS, TopicControls
+from outbox.table.controls import CONTROLS_COLUMNS, TopicControls
 from outbox.table.ddl import Layout
 from outbox_admin.schema.reshard import added_layout
 from publishworker.spanner.store import SpannerStore
@@ -130,7 +130,7 @@ class SpannerHarness:
     def control(self, topic: str, controls: TopicControls) -> None:
         row = (topic, *dataclasses.astuple(controls))
         with self._database.batch() as batch:
-            batch.insert_or_update("AsynchronousTaskTopics", COLUMNS, [row])
+            batch.insert_or_update("AsynchronousTaskTopics", CONTROLS_COLUMNS, [row])
 
     def delete(self, id: str) -> None:
         with self._database.batch() as batch:

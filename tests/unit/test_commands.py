@@ -25,7 +25,7 @@ import outbox_admin as admin
 from outbox.errors import NotReached, OutboxError, PositionExpired, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.terminal import as_json
-from outbox.reading import Page, Position, SentTasks
+from outbox.reading import Position, SentPage, SentTasks
 from outbox_admin import cli
 from outbox_admin.changes import operation_commands
 from outbox_admin.changes.execution import Outcome
@@ -413,11 +413,11 @@ def test_tail_retries_until_spanner_answers(
     """It begins each page where the last one ended. A gap is no outage."""
     after = Position(NOON, NOON, 1, "a")
     answers = iter(
-        [Page([], NOON, Position(NOON), more=False), AWAY, AWAY, Page([{"Id": "a"}], NOON, after, more=True)]
+        [SentPage([], NOON, Position(NOON), more=False), AWAY, AWAY, SentPage([{"Id": "a"}], NOON, after, more=True)]
     )
     positions = []
 
-    def page(sent: SentTasks) -> Page:
+    def page(sent: SentTasks) -> SentPage:
         positions.append(sent.position)
         answer = next(answers, PositionExpired("deleted"))
         if isinstance(answer, Exception):

@@ -16,9 +16,9 @@ from outbox_admin.status import last_hour as histories
 from outbox_admin.status import status_commands
 from outbox_admin.status.last_hour import History, Values
 from publishworker.process.gauges import MAX_BYTES, worker_info
-from publishworker.telemetry.history import History as Ring
-from publishworker.types import Answer, Delivered, Failed, Published
-from tests.support.parts import WorkingRelay, claim_of, worker_settings
+from publishworker.telemetry.history import WorkerHistory
+from publishworker.types import Turn
+from tests.support.parts import worker_settings, working_relay
 
 NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)
 
@@ -29,18 +29,16 @@ class Hour:
     def __init__(self, id: str = "a", now: datetime = NOW) -> None:
         self.id, self.end = id, now.timestamp()
         self.seconds = self.end - 60 * (MINUTES - 1)
-        self.ring = Ring(lambda: self.seconds)
+        self.ring = WorkerHistory(lambda: self.seconds)
 
     def at(self, ago: int) -> "Hour":
         """Go on to the minute that began `ago` minutes before the current one."""
         self.seconds = self.end - 60 * ago
         return self
 
-    def publish(self, number: int, topic: str = "orders", seconds: float = 0.1, reason: str = "") -> None:
-        answer: Answer = Failed(reason, "404") if reason else Published("1")
-        ids = [str(n) for n in range(number)]
-        latencies = {} if reason else dict.fromkeys(ids, seconds)
-        self.ring.add(Delivered(claim_of(topic, *ids), dict.fromkeys(ids, answer), latencies=latencies))
+    def publish(self, number: int, topic: str = "orders", seconds: float = 0.1, *, failed: bool = False) -> None:
+        counts = Turn(failed=number) if failed else Turn(published=number)
+        self.ring.add(topic, counts, {} if failed else {str(n): seconds for n in range(number)})
 
     def worker(self, age: float = 1.0, timeout: float = 14.0, **more: Any) -> Worker:
         """Return what operators read after the heartbeat went through the database."""
@@ -67,10 +65,10 @@ def test_the_histories_of_workers_are_added_up() -> None:
     first, second = Hour("a"), Hour("b")
     first.at(30).publish(10)
     first.at(5).publish(20)
-    first.publish(3, reason="not_found")
+    first.publish(3, failed=True)
     second.at(5).publish(2, "mails")
-    second.publish(4, reason="not_found")
-    second.publish(1, reason="unavailable")
+    second.publish(4, failed=True)
+    second.publish(1, failed=True)
     found = history(first.worker(), second.worker())
     assert known(found.published()) == {30: 10, 5: 22}
     assert known(found.published("orders")) == {30: 10, 5: 20}
@@ -195,10 +193,9 @@ def test_a_history_is_an_hour_long_and_fits_into_a_heartbeat(topic: str) -> None
         hour.at(ago)
         for number in range(40):
             hour.publish(1 + (number == 7), f"{topic}{number}", seconds=1.07 ** (number % 80))
-        for reason in "abcdefgh":
-            hour.publish(1, reason=reason)
+        hour.publish(8, failed=True)
         hour.ring.add_backlog(*({f"{topic}{number}": 10**7 + number for number in range(40)} for _ in range(2)))
-    info = worker_info(worker_settings(), WorkingRelay(), hour.ring, ())
+    info = worker_info(worker_settings(), working_relay(), hour.ring, ())
     assert len(json.dumps(info, separators=(",", ":"))) <= MAX_BYTES
     found: Mapping[str, Any] = info["history"]  # type: ignore[assignment]  # of a dict of objects
     assert {len(values) for values in found["all"].values()} == {MINUTES}

@@ -91,7 +91,7 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
     bench.relay = bench.another(publisher=publisher)
     bench.insert("a", at_most_once=True)
     bench.commits(None, None, *[NO_ANSWER] * 100)
-    in_flight = bench.relay._in_flight
+    in_flight = bench.relay.in_flight
     eventually(lambda: bool(bench.relay.turn() and not bench.unsent()) and bool(in_flight.unreported) != is_answered)
     assert bench.count(m.UNCONFIRMED) == 0
     if gives_up:
@@ -172,7 +172,7 @@ def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.insert("a", at_most_once=True)
     stop = iter([False, True])
     bench.relay.turn(lambda: next(stop, True))
-    bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop
+    bench.relay.in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop
     bench.relay.finish()
     assert bench.unsent() == ["a"]
 
@@ -223,7 +223,7 @@ def test_a_failure_beside_refused_rows_is_recorded_in_the_first_turn(
     bench.wait(0.1)  # the batch marks again
     assert bench.store.rows["failing"].attempts == 1
     assert (bench.count(m.DEFERRED), len(bench.publisher.requests)) == (0, 3)
-    bench.relay._in_flight.collect()
+    bench.relay.in_flight.collect()
     assert [id for id in ("bad", "both", "behind") if f"The row of task {id} of" not in caplog.text] == []
     bench.store.refused.clear()
     bench.publisher.failing.clear()
@@ -285,7 +285,7 @@ def test_a_refused_at_most_once_task_does_not_delay_a_shutdown() -> None:
     bench.insert("bad", at_most_once=True)
     bench.store.refused.add("bad")
     bench.turns()
-    assert len(bench.relay._in_flight) == 1
+    assert len(bench.relay.in_flight) == 1
     began = bench.seconds
     bench.relay.finish()
     assert bench.seconds - began < 1

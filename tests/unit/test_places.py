@@ -52,7 +52,7 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     assert len(turns) <= 3
     assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
-    assert large.relay._discoverer.topics == {"orders"}  # for which metrics report that nothing is published
+    assert large.relay.discoverer.active_topics == {"orders"}  # for which metrics report that nothing is published
     large.store.controls.clear()
     large.relay.turn()  # reads the topic controls
     large.turns()
@@ -115,7 +115,7 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
     assert len(bench.store.discoveries) - reads == (
         1 if slow == "pause" else 2
     )  # one at the beginning, one before a start
-    assert len(bench.relay._in_flight) == 0
+    assert len(bench.relay.in_flight) == 0
     bench.turns()
     assert bench.publisher.ids() == ["first"]
     bench.store.controls.clear()
@@ -134,7 +134,7 @@ def test_batches_in_flight_have_a_limited_size(slow: SlowPublisher, monkeypatch:
         bench.insert(*[str(n) for n in range(80)])
         for _ in range(5):
             bench.relay.turn()
-        assert len(bench.relay._in_flight) == batches
+        assert len(bench.relay.in_flight) == batches
         polls = len(bench.store.polls)
         bench.relay.turn()
         assert len(bench.store.polls) == polls  # there is no room for what it would read
@@ -151,7 +151,7 @@ def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  #
     assert {f"o{n}" for n in range(200)} == set(slow.ids())
     assert (sum(turn.published for turn in turns), turns[-1].in_flight) == (200, 1)
     slow.release.set()
-    eventually(lambda: not bench.relay._in_flight._reports.empty())
+    eventually(lambda: not bench.relay.in_flight._reports.empty())
     turn = bench.relay.turn()
     assert (turn.published, turn.next) == (1, Next.AT_ONCE)
     assert slow.ids().count("i0") == 1

@@ -234,7 +234,7 @@ def test_a_new_task_has_the_columns_in_use_as_one_of_register() -> None:
         assert outbox.register_once(once, "orders", b"", task_id="t", **options)
         outbox.register(plain, "orders", b"", task_id="t", **options)
         for [(table, columns, _)] in (once.inserts, plain.inserts):
-            assert (table, {*registration.COLUMNS} - {*columns}) == ("AsynchronousTasks", expected)
+            assert (table, {*registration.TASK_COLUMNS} - {*columns}) == ("AsynchronousTasks", expected)
 
 
 @pytest.mark.parametrize("function", [outbox.register_once, aio.register_once])
@@ -316,7 +316,7 @@ def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:
         outbox.register(single, **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
     ids = outbox.register_many(many, tasks)
     [(table, columns, rows)] = many.inserts
-    assert (table, tuple(columns)) == ("AsynchronousTasks", registration.COLUMNS)
+    assert (table, tuple(columns)) == ("AsynchronousTasks", registration.TASK_COLUMNS)
     assert ids == [task.id for task in many.tasks]
     first, second = many.tasks
     assert first == single.tasks[0]

@@ -1,9 +1,7 @@
 """Transactions that DB-API connections replay, and requests of the Spanner client. Without a server."""
 
-import asyncio
-import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -28,7 +26,6 @@ from sqlalchemy.orm import Session as OrmSession
 from sqlalchemy.orm import sessionmaker
 
 import outbox
-from outbox import aio
 from outbox.ext import dbapi, sqlalchemy
 from outbox.table.connection import Deadline
 from outbox.table.ddl import Layout
@@ -212,96 +209,6 @@ def test_a_duplicate_of_the_application_is_not_said_to_be_that_of_a_task() -> No
         assert str(caught.value) == f"Row [{id}] already exists{remedy}"
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: aio.register_once(None, "orders", b"", task_id="t"),
-        lambda: aio.process_once(None, None, consumer="billing"),
-        lambda: aio.cancel(None, "t"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_call_without_await_is_neither_true_nor_false(call: Callable[[], Any]) -> None:
-    """`if aio.process_once(...):` would be true each time. A task of asyncio accepts the call as a coroutine."""
-
-    async def as_task() -> None:
-        await asyncio.create_task(call())
-
-    with pytest.raises(TypeError, match=r"outbox\.aio\.\w+ was not awaited, so nothing has happened"):
-        bool(call())
-    with pytest.raises(TypeError, match="transaction is NoneType"):
-        asyncio.run(as_task())
-
-
-class CommittingDatabase:
-    """That of an AsyncClient. A task with the ID "there" exists."""
-
-    def __init__(self) -> None:
-        self.committed = False
-
-    async def run_in_transaction(self, function: Callable[[Any], Any]) -> Any:
-        async def read(*_: object, **__: object) -> Any:
-            async def rows() -> AsyncIterator[list[str]]:
-                await asyncio.sleep(0)
-                yield ["there"]
-
-            return rows()
-
-        result = await function(mock.Mock(read=read, committed=None))
-        self.committed = True
-        return result
-
-
-def once(transaction: Any) -> Any:
-    return aio.register_once(transaction, "orders", b"", task_id="there")
-
-
-async def statement(transaction: Any) -> None:
-    assert not await once(transaction)
-    once(transaction)
-
-
-async def returned(transaction: Any) -> Any:
-    return aio.cancel(transaction, "t")
-
-
-async def left_to_a_task(transaction: Any) -> Any:
-    task = asyncio.create_task(once(transaction))
-    await asyncio.sleep(0)
-    return task
-
-
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        (statement, r"outbox\.aio\.register_once was not awaited, so nothing has happened"),
-        (returned, r"outbox\.aio\.cancel was not awaited"),
-        (left_to_a_task, r"outbox\.aio\.register_once was not awaited"),
-        (lambda _: None, r"<lambda> returned NoneType\. It must be `async def`"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_call_that_nothing_awaits_is_never_committed(function: Any, sentence: str) -> None:
-    database = CommittingDatabase()
-    with pytest.raises(TypeError, match=sentence):
-        asyncio.run(aio.run_in_transaction(database, function))
-    assert not database.committed
-
-
-def test_a_call_is_awaited_in_any_way() -> None:
-    """Also cancelled before it has begun."""
-
-    async def ways(transaction: Any) -> list[bool]:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(once(transaction), 0)
-        return [*await asyncio.gather(once(transaction), asyncio.create_task(once(transaction)))]
-
-    database = CommittingDatabase()
-    assert asyncio.run(aio.run_in_transaction(database, ways)) == [False, False]
-    assert database.committed
-    assert asyncio.run(aio.run_in_transaction(database, once)) is False
-
-
 def test_a_bind_that_is_not_of_sqlalchemy_is_named() -> None:
     engine = create_engine("sqlite://")
     database = spanner.client("host:1").instance("instance").database("database")
@@ -309,50 +216,6 @@ def test_a_bind_that_is_not_of_sqlalchemy_is_named() -> None:
         with pytest.raises(TypeError, match=rf"^bind is {kind}.*\. It must be an Engine, .*, or a sessionmaker\. With"):
             sqlalchemy.run_in_transaction(bind, pytest.fail)  # type: ignore[arg-type]  # wrong on purpose
     assert sqlalchemy.run_in_transaction(sessionmaker(engine), lambda _, answer: answer, 7) == 7
-
-
-async def opened() -> None:
-    """Like `instance.database(...)` of an AsyncClient."""
-
-
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_database_that_is_not_that_of_an_async_client_is_named() -> None:
-    for database, kind in (
-        (opened(), "coroutine"),
-        (spanner.client("host:1").instance("instance").database("database"), r"google\.cloud\.spanner\S+\.Database"),
-    ):
-        with pytest.raises(TypeError, match=rf"^database is {kind}\. It must be .* as from `await instance.database"):
-            asyncio.run(aio.run_in_transaction(database, returned))
-
-
-def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:
-    """Of an asyncio task: AnyIO cancels until the task ends, and an event loop that stops cancels once more."""
-    steps: list[str] = []
-
-    class AsyncDatabase:
-        async def run_in_transaction(self, function: Callable[[Any], Any]) -> None:
-            try:
-                await function(None)
-            except Exception:
-                for _ in range(5):  # like a request
-                    await asyncio.sleep(0)
-                steps.append("rolled back")
-                raise
-
-    async def work(_transaction: Any) -> None:
-        steps.append("begun")
-        await asyncio.Event().wait()
-
-    async def main() -> bool:
-        task = asyncio.ensure_future(aio.run_in_transaction(AsyncDatabase(), work))
-        while not task.done():
-            await asyncio.sleep(0)
-            if steps:
-                task.cancel()
-        return task.cancelled()
-
-    assert asyncio.run(main())
-    assert steps == ["begun", "rolled back"]
 
 
 def test_a_deadline_includes_all_restarts_of_a_stream() -> None:

@@ -79,8 +79,8 @@ def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     bench.wait(31)
     eventually(lambda: bench.turns()[-1].next is Next.LATER)  # when the thread of the batch has ended
     assert bench.unsent() == []
-    bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that ends without a write between two turns
-    eventually(lambda: not bench.relay._in_flight._reports.empty())
+    bench.relay.in_flight.start(claim_of("orders", "a"))  # a batch that ends without a write between two turns
+    eventually(lambda: not bench.relay.in_flight._reports.empty())
     assert bench.relay.turn().next is Next.SOON
 
 
@@ -138,9 +138,9 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     bench = Bench(publisher=slow, progress=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
-    while len(bench.relay._in_flight) < 2 and not bench.count(m.PUBLISHED):
+    while len(bench.relay.in_flight) < 2 and not bench.count(m.PUBLISHED):
         bench.relay.turn()
-    assert bench.relay._in_flight.utilization in (0.5, 1)
+    assert bench.relay.in_flight.utilization in (0.5, 1)
     with pytest.raises(StuckBatch, match="Batch of 1 task of topic invoices has begun no transaction"):
         bench.relay.finish() if stop else [(bench.relay.turn(), bench.wait(10)) for _ in range(20)]
     assert bench.unsent() == ["stuck"]
@@ -186,7 +186,7 @@ def test_finished_batches_are_counted_though_polls_fail(
     bench.insert("a", "b", topic="invoices")
     slow.hanging = {"invoices"}
     relay = bench.another(publisher=slow)
-    eventually(lambda: (relay.turn(), len(relay._in_flight))[1])
+    eventually(lambda: (relay.turn(), len(relay.in_flight))[1])
     slow.release.set()
     eventually(lambda: not bench.unsent())
     bench.store.away = True
@@ -194,7 +194,7 @@ def test_finished_batches_are_counted_though_polls_fail(
         bench.wait(30)
         with pytest.raises(StoreError):
             relay.turn()
-    assert len(relay._in_flight) == 0
+    assert len(relay.in_flight) == 0
     assert bench.count(m.PUBLISHED) == 2
     bench.store.away = False
     relay.turn()
@@ -232,7 +232,7 @@ HOUR = timedelta(hours=1)
 
 
 def batch_of(bench: Bench, *ids: str, **claim: Any) -> Delivery:
-    return bench.relay._in_flight._delivery_of(claim_of("orders", *ids, **claim))
+    return bench.relay.in_flight._delivery_of(claim_of("orders", *ids, **claim))
 
 
 def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) -> None:
@@ -255,14 +255,14 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     bench.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
     retried = {"available_at": now, "due_at": now - 3 * HOUR, "attempts": 8}
     bench.insert("retried", created_at=now - 9 * HOUR, **retried)
-    result = batch_of(bench, "ready", "due", "fresh", "early", "retried").run()
+    result = batch_of(bench, "ready", "due", "fresh", "early", "retried").deliver()
     assert result.aborted == 1
     assert result.phases == {CLAIM: 3, PUBLISH: 2, COMMIT: 3}
     assert result.latencies == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0, "retried": 10802}
     bench.insert("once", created_at=bench.store.now - HOUR, at_most_once=True)
-    assert batch_of(bench, "once", kind=Kind.MARK_FIRST).run().latencies == {"once": 3605}
+    assert batch_of(bench, "once", kind=Kind.MARK_FIRST).deliver().latencies == {"once": 3605}
     bench.store.away = True
-    result = batch_of(bench, "a").run()
+    result = batch_of(bench, "a").deliver()
     assert result.error is not None
     assert result.phases.keys() == {CLAIM}
 
@@ -288,7 +288,7 @@ def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(errors: lis
 
     bench.store.before_commit = commit
     batch = batch_of(bench, "gone", "again", "cancelled", "reset", "restored", "stays", "never sent")
-    delivered = batch.run()
+    delivered = batch.deliver()
     later = [each for each in batch.mark_again() if isinstance(each, Cancelled)]
     found = [item for each in (delivered.cancelled, *(each.tasks for each in later)) for item in each.items()]
     messages = {id: answer.message_id for id, answer in delivered.answers.items() if isinstance(answer, Published)}
@@ -328,7 +328,7 @@ def test_a_cancelled_task_is_named_whatever_other_rows_wait_for() -> None:
 
     bench.store.before_commit = commit
     batch = batch_of(bench, "refused", "cancelled")
-    assert batch.run().uncommitted() == ["cancelled", "refused"]
+    assert batch.deliver().uncommitted() == ["cancelled", "refused"]
     first = next(each for each in batch.mark_again() if isinstance(each, Cancelled))
     assert [*first.tasks] == ["cancelled"]
     assert bench.store.rows["refused"].sent_at is None
@@ -344,7 +344,7 @@ def test_a_divided_batch_writes_each_part(bad: str) -> None:
             bench.insert(id, ordering_key=key, expires_at=bench.store.now if "old" in id else None)
     bench.store.refused.add(bad)
     batch = batch_of(bench, "old", "older", "bad", "head", "behind", "last", keys="kkklll")
-    result = batch.run()
+    result = batch.deliver()
     assert result.recorded.keys() >= {"old", "older", "head"}
     again = batch.mark_again()
     assert next(again).claim.ids == (bad,)
@@ -358,7 +358,7 @@ def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
         message = RawPubsubMessage(attributes={"googclient_traceparent": f"00-{number:032x}-{1:016x}-01"})
         bench.store.insert(id, "orders", message.SerializeToString(), at_most_once=True, **columns)
     bench.publisher.failing = {"failing": Failed("invalid_argument", "no")}
-    result = batch_of(bench, "expired", "failing", "good", kind=Kind.MARK_FIRST).run()
+    result = batch_of(bench, "expired", "failing", "good", kind=Kind.MARK_FIRST).deliver()
     traces = {id: mark.trace_id for id, mark in result.recorded.items()}
     assert traces == {"expired": f"{1:032x}", "failing": f"{2:032x}"}
     assert result.aborted == 0  # the second transaction, which undoes a mark, is no run of the first
@@ -368,7 +368,7 @@ def test_a_batch_leaves_the_memory_at_its_end(bench: Bench) -> None:
     """The garbage collector, which runs rarely, is not needed."""
     bench.insert("a")
     batch = batch_of(bench, "a")
-    batch.run()
+    batch.deliver()
     gc.disable()
     try:
         left = weakref.ref(batch)

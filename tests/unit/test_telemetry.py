@@ -22,12 +22,11 @@ from publishworker.process import gauges
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, send_ages, send_backlog
 from publishworker.spanner.store import Workers
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.history import History
+from publishworker.telemetry.history import WorkerHistory
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter, turn_counts
 from publishworker.topics.availability import CircuitChange, CircuitState
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Load
 from publishworker.types import (
     CLAIM,
     COMMIT,
@@ -43,7 +42,7 @@ from publishworker.types import (
     Unmarked,
 )
 from tests.support.fakes import Counted, FakeStore
-from tests.support.parts import claim_of
+from tests.support.parts import claim_of, working_relay
 from tests.support.processes import ROOT
 from tests.support.waiting import eventually
 
@@ -294,19 +293,15 @@ def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
 
 class Relay:
     def __init__(self) -> None:
-        self.circuits: dict[str, CircuitState] = {}
-        self.asked = 0
+        self.relay = working_relay()
         self.seconds = 1000.0
         self.client = Counted()
         metrics = Metrics(self.client, lambda: self.seconds)
-        self.report = WorkerGauges(metrics, membership(), self, lambda: self.seconds)
-
-    topics = frozenset({"invoices", "orders"})
+        self.report = WorkerGauges(metrics, membership(), self.relay, lambda: self.seconds)
 
     @property
-    def load(self) -> Load:
-        self.asked += 1
-        return Load(3, 0.375, self.circuits)
+    def asked(self) -> int:
+        return int(self.relay.in_flight.places_by_topic.call_count)
 
 
 def membership(others: Sequence[str] = ()) -> Membership:
@@ -326,7 +321,7 @@ def test_a_report_is_sent_every_15_seconds() -> None:
     assert client.counts == {m.HEARTBEAT.name: 4, **zeros}  # 0 is sent, so that a first event is an increase
     assert client.samples == [(m.IN_FLIGHT.name, 3, [], 1)] * relay.asked == [(m.IN_FLIGHT.name, 3, [], 1)] * 4
     assert client.gauges[m.WORKERS.name,] == 1
-    WorkerGauges(Metrics(None), membership(), relay)()
+    WorkerGauges(Metrics(None), membership(), relay.relay)()
     assert relay.asked == 4
 
 
@@ -342,7 +337,7 @@ def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
         (550, {}, m.CLOSED), (600, {}, None),
     ):  # fmt: skip
         relay.client.gauges.clear()
-        relay.circuits = circuits
+        relay.relay.topics.circuit_states.return_value = circuits
         relay.seconds += wait + 15
         relay.report()
         assert relay.client.gauges.get((m.CIRCUIT_STATE.name, "topic:orders")) == state
@@ -373,10 +368,10 @@ def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPat
     metrics = Metrics(client, clock)
     now = found(Line("orders", pending=7), Line("paused", paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent", lambda _table, _age: now)
-    send_backlog(metrics, History(), ["known"], None)
+    send_backlog(metrics, WorkerHistory(), ["known"], None)
     assert client.gauges[m.PENDING.name,] == 7
     now = found()
-    send_backlog(metrics, History(), ["known"], None)
+    send_backlog(metrics, WorkerHistory(), ["known"], None)
     assert client.gauges == {
         (m.PENDING.name,): 0,
         (m.TOPIC_TASKS.name, "topic:known", "state:pending"): 0,
@@ -385,7 +380,7 @@ def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPat
     }
     clock.return_value = 600.0
     client.gauges.clear()
-    send_backlog(metrics, History(), [], None)
+    send_backlog(metrics, WorkerHistory(), [], None)
     assert client.gauges == {(m.PENDING.name,): 0}  # ten minutes after the last task, also for the known topic
 
 
@@ -469,7 +464,7 @@ def test_the_oldest_age_is_reported_of_all_topics_and_of_each(monkeypatch: pytes
     monkeypatch.setattr(workers, "died", lambda _table: 3)
     for ages in ({"orders": 7.0, "mails": 300.0}, {"orders": 8.0}, {}):
         monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: backlog.Ages(found, 7.0))
-        send_ages(metrics, History(), None)
+        send_ages(metrics, WorkerHistory(), None)
         assert client.gauges == {
             (m.DIED_WORKERS.name,): 3,
             (m.OLDEST_AGE.name,): 7.0,

@@ -241,7 +241,7 @@ def test_a_batch_whose_thread_cannot_start_ends_the_worker_at_once() -> None:
     worker = Worker(relay, membership, poll_interval=1, touch_file=lambda: None, random=Random(1))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         worker.run(stop)
-    assert relay.batches == 0
+    assert len(relay.in_flight) == 0
 
 
 def test_the_heartbeat_row_is_written_in_long_waits() -> None:
@@ -387,12 +387,12 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.MagicMock(), mock.Mock(), Metrics(counted)
     app._steps, app._on_stall = 0, mock.Mock()
     app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
-    app._worker.run.side_effect, app.relay.batches = run, in_flight
+    app._worker.run.side_effect, app.relay.in_flight.__bool__.return_value = run, in_flight > 0
     caplog.set_level("INFO", "publishworker")
     stop.set()
     assert App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9) == code
     assert [vars(line)["action"] for line in caplog.records] == ["start", action]
     assert counted.counts[m.FORCED_STOP.name] == (action in {"stuck", "stalled", "shutdown_timeout"})
-    app.relay.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
+    app.relay.in_flight.report_in_doubt.assert_called_once_with()  # so that no task is lost without a log line
     app._background[0].stop.assert_called_once_with()
     answered.set()

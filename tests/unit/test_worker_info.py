@@ -9,10 +9,10 @@ import pytest
 from outbox import __version__
 from outbox.rows.workers import Worker
 from publishworker.process.gauges import MAX_OTHER_BYTES, worker_info
-from publishworker.telemetry.history import History as Ring
+from publishworker.telemetry.history import WorkerHistory
 from publishworker.topics.availability import CircuitState
 from publishworker.types import Failed
-from tests.support.parts import WorkingRelay, worker_settings
+from tests.support.parts import worker_settings, working_relay
 
 NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)
 
@@ -27,7 +27,7 @@ def worker(info: Any, id: str = "a", age: float = 2) -> Worker:
 
 def test_a_worker_says_what_it_does() -> None:
     changed = worker_settings(batch_size="100", wake="change-stream", poll_interval="1.0", heartbeat_file="/tmp/mine")
-    info = worker_info(changed, WorkingRelay(orders=MISSING), Ring(), (0, 1, 2, 5, 32000))
+    info = worker_info(changed, working_relay(orders=MISSING), WorkerHistory(), (0, 1, 2, 5, 32000))
     host = info.pop("host")
     assert isinstance(host, str)
     assert info.pop("history")["all"] == {}
@@ -52,8 +52,8 @@ def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
     circuits = {f"topic-{n}": CircuitState(Failed("not_found", error), 1, 1) for n in range(100)}
     info = worker_info(
         worker_settings(allowed_topics=",".join(["orders-*"] * 500)),
-        WorkingRelay(**circuits),
-        Ring(),
+        working_relay(**circuits),
+        WorkerHistory(),
         range(0, 1000, 2),
     )
     del info["history"]
@@ -80,4 +80,4 @@ def test_an_info_that_no_worker_writes_breaks_no_command() -> None:
 def test_a_worker_tells_no_secret() -> None:
     """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
     own = worker_settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x")
-    assert worker_info(own, WorkingRelay(), Ring(), ())["settings"] == {"pubsub_endpoint": "10.0.0.1:443"}
+    assert worker_info(own, working_relay(), WorkerHistory(), ())["settings"] == {"pubsub_endpoint": "10.0.0.1:443"}
