@@ -207,8 +207,8 @@ def _width(text: str) -> int:
     """Return how many columns of a terminal a text takes: two for a wide character, none for a combining one."""
     if text.isascii():
         return len(text)
-    marks = sum(unicodedata.category(each) in {"Mn", "Me"} for each in text)
-    return len(text) - marks + sum(unicodedata.east_asian_width(each) in {"W", "F"} for each in text)
+    shown = [each for each in text if unicodedata.category(each) not in {"Mn", "Me"}]
+    return sum(2 if unicodedata.east_asian_width(each) in {"W", "F"} else 1 for each in shown)
 
 
 def _painted(head: str, text: str) -> str:

@@ -88,6 +88,7 @@ def test_dead_and_retrying_tasks_are_colored(
 
 @given(st.lists(st.tuples(TEXT, st.integers(), st.one_of(st.none(), st.integers(), TEXT)), max_size=5))
 @example([(CONTROLS, 1, None)])
+@example([("\u302a", 1, None)])
 def test_a_table_has_a_line_for_each_row_and_straight_columns(rows: list[tuple[Any, ...]]):
     lines = table(("TEXT", "NUMBER", "ANY"), rows).split("\n")
     assert len(lines) == 1 + len(rows)
