@@ -37,6 +37,9 @@ HELPERS = """\
 {{- define "publishworker.tag" -}}
 {{- .Values.image.tag | default .Chart.AppVersion -}}
 {{- end }}
+{{- define "publishworker.given" -}}
+{{- range .Values.extraEnv }}{{ .name }} {{ end -}}
+{{- end }}
 {{- define "publishworker.version" -}}
 {{- include "publishworker.tag" . | trunc 63 | trimAll "-_." -}}
 {{- end }}
@@ -117,7 +120,7 @@ replicas: 2
 # Add OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE.
 settings:
 @settings@
-# Variables of other libraries, and variables with `valueFrom`, as in a container of a pod.
+# Variables of other libraries, and variables with `valueFrom`, as in a container of a pod. They replace the chart's.
 extraEnv: []
 envFrom: []
 # Where the metrics go, by a component: datadog-csi, datadog-udp or opentelemetry. Without one, there are none.
@@ -368,7 +371,7 @@ def _pod(name: str, template: dict[str, Any]) -> dict[str, Any]:
         if key == "envFrom":
             new["env"] = [
                 f"@settings/{place}",
-                *container.get("env", []),
+                *_unless_given(container.get("env", [])),
                 *_of_worker(name, "@metrics/env"),
                 "@+extraEnv",
             ]
@@ -390,6 +393,12 @@ def _pod(name: str, template: dict[str, Any]) -> dict[str, Any]:
     return {**template, "spec": pod}
 
 
+def _unless_given(variables: list[dict[str, Any]]) -> Iterator[Any]:
+    """Yield variables, with holes around each one that `extraEnv` replaces: the server refuses a second one."""
+    for each in variables:
+        yield from (f"@unless/{each['name']}", each, "@end")
+
+
 def _of_worker(name: str, *holes: str) -> tuple[str, ...]:
     return holes if name == "deployment" else ()
 
@@ -409,6 +418,8 @@ def _filled(hole: re.Match[str]) -> str:
     }.get(what, value.rpartition(".")[2])
     if what == "end":
         lines = "{{- end }}\n"
+    elif what.startswith("unless/"):
+        lines = f'{{{{- if not (has "{what.partition("/")[2]}" $given) }}}}\n'
     elif what.startswith("settings/"):
         lines = _settings(what.partition("/")[2])
     elif what.startswith("metrics/"):
@@ -433,13 +444,14 @@ def _pod_helper() -> str:
 
 def _settings(place: str) -> str:
     """Return the variables of a pod. `helm upgrade` would change a ConfigMap that older pods still read."""
-    variable = "- name: {{ $name }}\n  value: {{ $value | quote }}\n"
-    of_worker = "{{- range $name, $value := .Values.settings }}\n%s{{- end }}\n"
-    if not place:
-        return of_worker % variable
-    own = f".Values.{place}settings"
-    others = f"{{{{- if not (hasKey ${own} $name) }}}}\n{variable}{{{{- end }}}}\n"
-    return f"{of_worker % others}{{{{- range $name, $value := {own} }}}}\n{variable}{{{{- end }}}}\n"
+    given = '{{- $given := include "publishworker.given" . | splitList " " }}\n'
+    variables = (
+        "{{- range $name, $value := .Values.%ssettings }}\n{{- if not (has $name $given) }}\n"
+        "- name: {{ $name }}\n  value: {{ $value | quote }}\n{{- end }}\n{{- end }}\n"
+    )
+    names = "{{- $given = concat $given (keys .Values.%ssettings) }}\n"
+    own = variables % place + names % place
+    return given + own + (variables % "" if place else "")
 
 
 def _metrics(place: str) -> Iterator[str]:
@@ -449,7 +461,7 @@ def _metrics(place: str) -> Iterator[str]:
         operations = [each for patch in patches for each in yaml.safe_load(patch["patch"])]
         added = [each["value"] for each in operations if each["path"].endswith(f"/{place}/-")]
         if added:
-            text = dumped(added)
+            text = _with_values(dumped([*_unless_given(added)] if place == "env" else added))
             yield f'{{{{- if eq .Values.metrics "{component}" }}}}\n{text}{{{{- end }}}}\n'
 
 

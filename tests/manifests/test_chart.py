@@ -51,7 +51,7 @@ def installed(chart: Any, release: str = "publishworker", /, **values: Any) -> O
 def in_order(objects: Objects) -> Objects:
     for container in (each for one in objects for each in containers(one)):
         names = [each["name"] for each in container["env"]]
-        assert len(names) == len({*names})
+        assert len(names) == len({*names}), names
         container["env"].sort(key=lambda each: str(each["name"]))
     return Objects(sorted(objects, key=lambda each: (str(each["kind"]), str(each["metadata"]["name"]))))
 
@@ -266,6 +266,18 @@ def test_parts_can_be_left_out(chart: Any) -> None:
     job = installed(chart, **settings, job=JOB | {"settings": of_job}).the("Job")
     [role] = [each["value"] for each in containers(job)[0]["env"] if each["name"] == "OUTBOX_DATABASE_ROLE"]
     assert role == "outbox_operator"
+
+
+@pytest.mark.parametrize("metrics", ["datadog-csi", "datadog-udp", "opentelemetry"])
+def test_a_variable_of_your_own_replaces_that_of_the_chart(chart: Any, metrics: str) -> None:
+    """In all pods, because the API server refuses a name that comes twice. A setting replaces one of a component."""
+    values = {"metrics": metrics, "settings": SETTINGS | {"OUTBOX_METRICS": "opentelemetry"}}
+    parts = {"job": JOB, "console": {"enabled": True}}
+    [container] = installed(chart, **values).template()["spec"]["containers"]
+    given = [{"name": each["name"], "value": "mine"} for each in container["env"]]
+    objects = installed(chart, **values, **parts, extraEnv=given)
+    assert objects.template()["spec"]["containers"][0]["env"] == given
+    assert len(objects.of_kind("Deployment") + objects.of_kind("Job")) == 3
 
 
 def test_an_autoscaler_without_a_metric_is_refused(chart: Any) -> None:

@@ -13,6 +13,9 @@
 {{- define "publishworker.tag" -}}
 {{- .Values.image.tag | default .Chart.AppVersion -}}
 {{- end }}
+{{- define "publishworker.given" -}}
+{{- range .Values.extraEnv }}{{ .name }} {{ end -}}
+{{- end }}
 {{- define "publishworker.version" -}}
 {{- include "publishworker.tag" . | trunc 63 | trimAll "-_." -}}
 {{- end }}
