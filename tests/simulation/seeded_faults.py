@@ -268,7 +268,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         lambda real: lambda row, now: real(row, now) | {"DueAt": None, "AvailableAt": None}
     ),
     "a cancel of blocked tasks releases none of them": (
-        "blocked keys", "outbox_admin.changes.execution", "_WRITES", releases_behind_blocked
+        "blocked keys", "outbox_admin.changes.execution", "WRITES", releases_behind_blocked
     ),
     "each worker gets a part of a rate limit": (
         "limits", "publishworker.topics.availability.RateLimits", "apply",
