@@ -35,6 +35,8 @@ SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the database, and their messages are not due.
 _WITHOUT_FILES = ("pending", "dead", "cancelled", "arriving")
 _Line = dict[str, Any]
+#: What an audit returns, by the names of its summary.
+Counts = dict[str, Any]
 #: How long Pub/Sub keeps a message at most.
 _KEPT = timedelta(days=31)
 #: Max samples of each class in the report.
@@ -50,7 +52,7 @@ _WRONG = (
 _log = logging.getLogger("outbox_pipeline")
 
 
-def run(spark: SparkSession, settings: AuditSettings) -> _Line:
+def run(spark: SparkSession, settings: AuditSettings) -> Counts:
     """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached.
 
     Returns the counts of docs/pipeline/audit.md, the bounds of the window and the path of the report. `certificate` is

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orders import command, stage
 from orders.stage import Stage
@@ -24,8 +24,7 @@ from payments.collector import Collector, collecting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-#: What a job counted.
-Counts = dict[str, Any]
+    from outbox_pipeline.jobs.audit import Counts
 
 #: Debits have the account as ordering key; of ten payments one is a debit.
 TOPICS = ("debits", "credits", "statements")
@@ -117,7 +116,7 @@ class Demo:
     stage: Stage
     output: Path
 
-    def play(self, tasks: int) -> tuple[Counts, Counts, int]:
+    def play(self, tasks: int) -> "tuple[Counts, Counts, int]":
         """Do all steps; return what the two audits found, and how many tasks were replayed."""
         with collecting(self.stage.subscriptions, self.received) as collector:
             self.register(tasks)
@@ -193,7 +192,7 @@ class Demo:
         _tell(f"replayed {replayed:,} of {AGAIN} out of the archive")
         return replayed
 
-    def audit(self, name: str) -> Counts:
+    def audit(self, name: str) -> "Counts":
         """Hold table and archive against what was received."""
         from outbox_pipeline.job_settings import AuditSettings  # noqa: PLC0415 - see above
         from outbox_pipeline.jobs import audit  # noqa: PLC0415 - see above
@@ -218,7 +217,7 @@ def wait_for(collector: Collector, count: int) -> None:
     _tell(f"collected {collector.count:,} messages")
 
 
-def _summary(tasks: int, replayed: int, first: Counts, second: Counts) -> str:
+def _summary(tasks: int, replayed: int, first: "Counts", second: "Counts") -> str:
     """Return what a person wants to know, of both audits."""
     lines: list[tuple[str, Callable[[Counts], int], str]] = [
         ("sendings", lambda each: each["tasks"], f"of {tasks:,} payments; {replayed:,} of them were replayed"),
