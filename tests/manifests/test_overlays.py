@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -121,6 +122,10 @@ def test_a_job_runs_the_command_of_the_page_as_the_worker(tmp_path: Path) -> Non
     assert [each["kind"] for each in selected] == ["ServiceAccount", "Job"]
     assert selected[0]["metadata"]["name"] == pod["spec"]["serviceAccountName"] != "publishworker"
     assert [*command["command"], *command["args"]][:2] == ["outbox", "retry"]
+    # "Remove" deletes both, and nothing of a second database.
+    [removed] = re.findall(r"delete jobs,serviceaccounts .*\n +--selector=(\S+)", page)
+    labels = dict(each.split("=") for each in removed.split(","))
+    assert [each for each in objects if labels.items() <= each["metadata"]["labels"].items()] == selected
     assert vars(_parser().parse_args(command["args"]))["reason"] == job["metadata"]["name"] == "ticket-4711"
 
 
@@ -207,6 +212,18 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
     down = scaler["behavior"]["scaleDown"]
     assert (down["stabilizationWindowSeconds"], down["policies"][0]["periodSeconds"]) == (600, 60)
     assert "fewer workers for ten minutes, the autoscaler removes one per minute" in PROSE
+
+
+def test_an_update_of_all_workers_ends_within_the_time_of_the_page() -> None:
+    """A new pod counts after its start and `minReadySeconds`, and each wave has as many pods as `maxSurge` allows."""
+    objects = rendered("overlays/production")
+    workers, spec = objects.the("HorizontalPodAutoscaler")["spec"]["maxReplicas"], objects.the("Deployment")["spec"]
+    surge = math.ceil(workers * int(spec["strategy"]["rollingUpdate"]["maxSurge"].removesuffix("%")) / 100)
+    [start] = re.findall(r"^\| start of a pod on an existing node \| (\d+) \|", TEXT, re.MULTILINE)
+    seconds = math.ceil(workers / surge) * (int(start) + spec["minReadySeconds"])
+    page = (ROOT / "docs/operations/deploy.md").read_text(encoding="utf-8")
+    assert {60 * int(each) for each in re.findall(r"rollout status .+ --timeout=(\d+)m", page)} == {300}
+    assert seconds < 300
 
 
 def test_a_standby_cluster_has_no_replicas(tmp_path: Path) -> None:
