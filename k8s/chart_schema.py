@@ -50,7 +50,11 @@ def _of_release() -> dict[str, Any]:
     """Return the schemas of what a release installs, and of names and labels."""
     yes, account = {"type": "boolean"}, _text(NAMED)
     map = {"type": "object", "additionalProperties": _text()}
-    own_labels = map | {"propertyNames": {"not": {"pattern": OWN_LABELS}}}
+    own_labels = {
+        "type": "object",
+        "additionalProperties": _text(f"^$|{LABEL}"),
+        "propertyNames": {"not": {"pattern": OWN_LABELS}},
+    }
     image = {name: _text(pattern) for name, pattern in IMAGE.items()}
     return {
         "enabled": yes,
@@ -107,7 +111,8 @@ def _of_pods() -> dict[str, Any]:
         **{name: _of_pod(name, fields) for name, fields in POD.items()},
         "podSecurityContext": _fields("podsecuritycontext-v1"),
         "securityContext": _fields("securitycontext-v1"),
-        "topologySpreadConstraints": _list(_fields("topologyspreadconstraint-v1")),
+        # Without a selector, a constraint has no effect.
+        "topologySpreadConstraints": _list(_fields("topologyspreadconstraint-v1", "labelSelector")),
         "resources": _fields("resourcerequirements-v1"),
         "volumes": _list(_fields("volume-v1")),
         "volumeMounts": _list(_fields("volumemount-v1")),
@@ -134,11 +139,12 @@ def _of_pod(name: str, fields: str | None) -> dict[str, Any]:
     return _fields(fields) if name in ("affinity", "dnsConfig") else _list(_fields(fields))
 
 
-def _fields(name: str) -> dict[str, Any]:
-    """Return the schema of an object of Kubernetes: the names of its fields, and their types."""
+def _fields(name: str, *needed: str) -> dict[str, Any]:
+    """Return the schema of an object of Kubernetes: the names of its fields, their types, and which it needs."""
     found = json.loads((FIELDS / f"{name}.json").read_text(encoding="utf-8"))
     types = {key: {"type": each["type"]} if "type" in each else {} for key, each in found["properties"].items()}
-    return _object(types) | ({"required": found["required"]} if "required" in found else {})
+    required = [*found.get("required", []), *needed]
+    return _object(types) | ({"required": required} if required else {})
 
 
 def _text(pattern: str | None = None) -> dict[str, Any]:

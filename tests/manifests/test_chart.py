@@ -197,6 +197,7 @@ def test_the_grace_period_follows_the_shutdown_timeout(chart: Any, seconds: str 
 POD, CONTAINER = "spec.template.spec", "spec.template.spec.containers.0"
 TOLERATION = {"key": "dedicated", "operator": "Equal", "value": "outbox", "effect": "NoSchedule"}
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+SELECTED = SPREAD | {"labelSelector": {"matchLabels": {"app.kubernetes.io/instance": "shop"}}}
 SECRET = {"secretRef": {"name": "proxy"}}
 AFFINITY = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}}
 VOLUME = {"name": "ca", "configMap": {"name": "ca"}}
@@ -233,7 +234,7 @@ USUAL: list[tuple[dict[str, Any], str, str, Any]] = [
     ({"envFrom": [SECRET]}, "Deployment", f"{CONTAINER}.envFrom", [SECRET]),
     ({"initContainers": [SIDE]}, "Deployment", f"{POD}.initContainers", [SIDE]),
     ({"extraContainers": [SIDE]}, "Deployment", f"{POD}.containers.-1", SIDE),
-    ({"topologySpreadConstraints": [SPREAD]}, "Deployment", f"{POD}.topologySpreadConstraints", [SPREAD]),
+    ({"topologySpreadConstraints": [SELECTED]}, "Deployment", f"{POD}.topologySpreadConstraints", [SELECTED]),
     ({"nameOverride": "relay"}, "Deployment", "metadata.name", "shop-relay"),
     ({"fullnameOverride": "relay"}, "Deployment", "metadata.name", "relay"),
     ({"replicas": 5}, "Deployment", "spec.replicas", 5),
@@ -316,6 +317,8 @@ def test_an_autoscaler_without_a_metric_is_refused(chart: Any) -> None:
         ({"serviceAccount": {"create": "no"}}, "got string, want boolean"),
         ({"labels": {"app.kubernetes.io/name": "a"}}, "app.kubernetes.io/name"),
         ({"podLabels": {"team": 1}}, "got number, want string"),
+        ({"labels": {"team": "my shop"}}, "'my shop' does not match pattern"),
+        ({"topologySpreadConstraints": [SPREAD]}, "missing property 'labelSelector'"),
         ({"console": {"settings": {"OUTBOX_ALLOW_ACTION": "true"}}}, "OUTBOX_ALLOW_ACTION"),
         ({"networkpolicy": {}}, "additional properties 'networkpolicy' not allowed"),
     ],
