@@ -1,7 +1,6 @@
 """`outbox.aio` on a fake of an AsyncClient: inserts and cancels, calls without `await`, the end of asyncio tasks."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -138,20 +137,6 @@ def test_a_call_that_nothing_awaits_is_never_committed(function: Any, sentence: 
     with pytest.raises(TypeError, match=sentence):
         asyncio.run(aio.run_in_transaction(database, function))
     assert not database.committed
-
-
-def test_a_call_is_awaited_in_any_way() -> None:
-    """Also cancelled before it has begun."""
-
-    async def ways(transaction: Any) -> list[bool]:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(once(transaction), 0)
-        return [*await asyncio.gather(once(transaction), asyncio.create_task(once(transaction)))]
-
-    database = CommittingDatabase()
-    assert asyncio.run(aio.run_in_transaction(database, ways)) == [False, False]
-    assert database.committed
-    assert asyncio.run(aio.run_in_transaction(database, once)) is False
 
 
 async def opened() -> None:
