@@ -131,7 +131,7 @@ async def _insert_once(
     transaction: AsyncTransaction, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
 ) -> bool:
     inserted = transactions.changes(transaction).inserted
-    keys, options = KeySet(keys=[list(key)]), timeouts.request(tag, AsyncRetry)
+    keys, options = KeySet(keys=[list(key)]), timeouts.request(tag, kind=AsyncRetry)
     with transactions.table_errors(table):
         rows = await transaction.read(table, columns[: len(key)], keys, **options)
         # To the end, as in outbox.register_once.
@@ -234,7 +234,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     inserted, cancelled = transactions.changes(transaction)
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
-        options = timeouts.request(CANCEL_TAG, AsyncRetry)
+        options = timeouts.request(CANCEL_TAG, kind=AsyncRetry)
         with transactions.table_errors(TASKS_TABLE):
             return [row async for row in await transaction.execute_sql(sql, **parameters(values), **options)]
 

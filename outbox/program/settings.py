@@ -435,12 +435,6 @@ class Parser(argparse.ArgumentParser):
         near = did_you_mean(flag, self._option_string_actions)
         return f"unknown flag {flag!r}.{near} `{self.prog} --help` lists the flags"
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # Before Python 3.13, argparse takes the value of --flag=-- for the end of the flags.
-        if action.option_strings and arg_strings == ["--"]:
-            return self._get_value(action, "--")
-        return super()._get_values(action, arg_strings)
-
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # From Python 3.14, argparse can suggest names itself (`suggest_on_error`).
         if isinstance(action.choices, dict) and value not in action.choices:

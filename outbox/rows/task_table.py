@@ -23,7 +23,7 @@ from outbox.table.controls import CONTROLS, TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.own_transactions import PESSIMISTIC, check_database, transact
 from outbox.table.shared_sql import NOW, parameters
-from outbox.table.timeouts import retry_and_timeout
+from outbox.table.timeouts import request
 
 T = TypeVar("T")
 
@@ -39,11 +39,6 @@ OPERATOR_LOCK_SECONDS = 20.0
 _PARAMETER = re.compile(r"@(\w+)")
 _LOW = RequestOptions.Priority.PRIORITY_LOW
 SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
-
-
-def _request(tag: str, seconds: float) -> dict[str, Any]:
-    """Return the options of one read or query."""
-    return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
 
 
 def _user() -> str:
@@ -169,7 +164,9 @@ class TaskTable:
     def _execute(self, snapshot: Any, statement: str, tag: str, values: Mapping[str, Any], seconds: float) -> Any:
         given = {"shards": list(self.shards), **values}
         used = parameters({name: given[name] for name in _PARAMETER.findall(statement)})
-        return snapshot.execute_sql(self.layout.sql(statement), **used, **_request(self._tag or tag, seconds))
+        return snapshot.execute_sql(
+            self.layout.sql(statement), **used, **request(self._tag or tag, seconds, priority=_LOW)
+        )
 
     def controls(self, at: datetime | None = None) -> dict[str, TopicControls]:
         """Return the topic controls by topic: all rows."""
@@ -243,12 +240,12 @@ class Transaction:
 
     def query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
-        request = _request(self._tag, OPERATOR_LOCK_SECONDS)
-        return list(self._transaction.execute_sql(self._layout.sql(statement), **parameters(values), **request))
+        options = request(self._tag, OPERATOR_LOCK_SECONDS, priority=_LOW)
+        return list(self._transaction.execute_sql(self._layout.sql(statement), **parameters(values), **options))
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""
-        return list(self._transaction.read(table, columns, keys, **_request(self._tag, QUERY_SECONDS)))
+        return list(self._transaction.read(table, columns, keys, **request(self._tag, QUERY_SECONDS, priority=_LOW)))
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Buffer an update of `rows`. Do nothing if there are none, because Spanner rejects an empty update."""

@@ -20,6 +20,11 @@ def retry_and_timeout(seconds: float, kind: type[Retry] | type[AsyncRetry] = Ret
 IN_TRANSACTION_SECONDS = 30.0
 
 
-def request(tag: str, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
-    """Return the options of a read or a query in the transaction of an application."""
-    return {"request_options": {"request_tag": tag}, **retry_and_timeout(IN_TRANSACTION_SECONDS, kind)}
+def request(
+    tag: str,
+    seconds: float = IN_TRANSACTION_SECONDS,
+    kind: type[Retry] | type[AsyncRetry] = Retry,
+    **options: object,
+) -> dict[str, Any]:
+    """Return the arguments of a read or a query, by default in the transaction of an application."""
+    return {"request_options": {"request_tag": tag, **options}, **retry_and_timeout(seconds, kind)}

@@ -14,6 +14,7 @@ from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
 from outbox.table.shared_sql import parameters
+from outbox.table.states import TASKS_TABLE
 from outbox.table.timeouts import retry_and_timeout
 from publishworker.spanner.relay_sql import (
     CHECK_COLUMNS,
@@ -21,12 +22,12 @@ from publishworker.spanner.relay_sql import (
     HEARTBEAT_COLUMNS,
     MARK_COLUMNS,
     READ_COLUMNS,
+    WORKERS_TABLE,
 )
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
 GRANT_SECONDS = 5.0
-WORKERS_TABLE = "AsynchronousTaskWorkers"
 _TAG = {"transaction_tag": "outbox-check"}
 
 
@@ -43,18 +44,18 @@ def verify_grants(database: LimitedDatabase) -> None:
     gone: Any = KeySet(keys=[[id]])
     small = f"AsynchronousTaskTopics, {WORKERS_TABLE} or AsynchronousTaskShards"
     for sql, values, table, columns in (
-        (CHECK_COLUMNS, {"id": id}, "AsynchronousTasks", (*MARK_COLUMNS, *READ_COLUMNS)),
+        (CHECK_COLUMNS, {"id": id}, TASKS_TABLE, (*MARK_COLUMNS, *READ_COLUMNS)),
         (DISCOVER_NO_TOPICS, {}, small, ("the columns",)),
     ):
         with _permission(database, "read", table, columns), limited.snapshot() as snapshot:
             list(snapshot.execute_sql(sql, **parameters(values), **retry_and_timeout(GRANT_SECONDS)))
     batch: Any
     with (
-        _permission(database, "update", "AsynchronousTasks", MARK_COLUMNS),
+        _permission(database, "update", TASKS_TABLE, MARK_COLUMNS),
         contextlib.suppress(NotFound),
         limited.batch(_TAG, default_retry_delay=ABORTED.first) as batch,
     ):
-        batch.update("AsynchronousTasks", MARK_COLUMNS, [mark])
+        batch.update(TASKS_TABLE, MARK_COLUMNS, [mark])
     with (
         _permission(database, "insert, update and delete", WORKERS_TABLE, HEARTBEAT_COLUMNS),
         limited.batch(_TAG, default_retry_delay=ABORTED.first) as batch,

@@ -38,7 +38,7 @@ from outbox.table.shared_sql import (
     by_ids,
     parameters,
 )
-from outbox.table.states import LEFT_TO_SEND, NEVER_SQL, RANGES, first_due
+from outbox.table.states import LEFT_TO_SEND, NEVER_SQL, RANGES, TASKS_TABLE, first_due
 from publishworker.spanner.write_errors import SERVICE_ERRORS, NotWritten, describe
 from publishworker.types import (
     MAX_INT64,
@@ -171,6 +171,7 @@ DEFER_COLUMNS = ("Id", "AvailableAt", "DueAt", "BlockedBy")
 #: The columns of a cancelled task that was made unsent.
 END_COLUMNS = ("Id", "SentAt")
 
+WORKERS_TABLE = "AsynchronousTaskWorkers"
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
 # For `drain` and `check`, which read no rows of the table.
@@ -287,7 +288,7 @@ def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mappin
         transaction._mutations.append(_clean_marks(clean))  # noqa: SLF001 - no public method takes a mutation
     for columns, values in ((MARK_COLUMNS, others), (DEFER_COLUMNS, deferred), (END_COLUMNS, ended)):
         if values:  # an update without rows is an error
-            transaction.update("AsynchronousTasks", columns, values)
+            transaction.update(TASKS_TABLE, columns, values)
 
 
 def times_sent(row: LockedRow, *, sent: bool) -> int:
@@ -305,7 +306,7 @@ def _clean_marks(tasks: Iterable[tuple[str, int]]) -> Mutation:
     """Return the mutation that sets SentAt and TimesSent, from the ID and TimesSent of each task."""
     mutation = Mutation()
     update: Any = Mutation.pb(mutation).update
-    update.table = "AsynchronousTasks"
+    update.table = TASKS_TABLE
     update.columns.extend(MARK_CLEAN_COLUMNS)
     for id, number in tasks:
         values = update.values.add().values

@@ -243,14 +243,14 @@ class SpannerStore:
         with self._store_errors(), self._heartbeat_batch() as batch:
             polls = ",".join(layout.column for layout in layouts)
             row = (worker, started_at, COMMIT_TIMESTAMP, liveness_timeout, polls, JsonObject(info))
-            batch.insert_or_update("AsynchronousTaskWorkers", relay_sql.HEARTBEAT_COLUMNS, [row])
+            batch.insert_or_update(relay_sql.WORKERS_TABLE, relay_sql.HEARTBEAT_COLUMNS, [row])
             if remove:
-                batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
+                batch.delete(relay_sql.WORKERS_TABLE, KeySet(keys=[[id] for id in remove]))
 
     def delete_heartbeat(self, worker: str) -> None:
         """Delete the worker's row."""
         with self._store_errors(), self._heartbeat_batch() as batch:
-            batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
+            batch.delete(relay_sql.WORKERS_TABLE, KeySet(keys=[[worker]]))
 
     def _query_layouts(
         self, statement: str, tag: str, shards: Iterable[int], values: Mapping[str, Any]

@@ -140,22 +140,19 @@ class Membership:
 
     def _write(self, layouts: Sequence[Layout]) -> None:
         was_silent, self._heartbeat_at = self._is_silent, self._clock()
+        liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
+        # Before the first assignment, the worker knows no topic to poll, so it says that it polls no shard.
+        info = self.info(self.shards if self._is_assigned else ())
         try:
-            self._write_row(layouts)
+            self._store.heartbeat(
+                self._worker, self._started_at, layouts, liveness_timeout=liveness_timeout, info=info, remove=self._gone
+            )
         except StoreError as error:
             self._failure = error
             raise
         if was_silent:
             self._writes_since = self._heartbeat_at
         self._failure, self.turn_failed = None, False
-
-    def _write_row(self, layouts: Sequence[Layout]) -> None:
-        liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
-        # Before the first assignment, the worker knows no topic to poll, so it says that it polls no shard.
-        info = self.info(self.shards if self._is_assigned else ())
-        self._store.heartbeat(
-            self._worker, self._started_at, layouts, liveness_timeout=liveness_timeout, info=info, remove=self._gone
-        )
         self._liveness_timeout = liveness_timeout
 
     def assign(self, workers: Workers) -> None:

@@ -1,7 +1,6 @@
 """`outbox.aio` on a fake of an AsyncClient: inserts and cancels, calls without `await`, the end of asyncio tasks."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -84,14 +83,6 @@ def test_a_cancelled_task_releases_the_next_one_of_its_key(key: str | None, rele
     assert written == [*((id, None, None) for id in released), ("there", COMMIT_TIMESTAMP, "application")]
 
 
-def test_a_task_of_the_same_transaction_is_not_cancelled() -> None:
-    transaction = Recorded()
-    id = outbox.register(transaction, "orders", b"")
-    with pytest.raises(outbox.InvalidTransaction, match="was registered by the same transaction"):
-        asyncio.run(aio.cancel(transaction, id))
-    assert len(transaction.mutations) == 1
-
-
 class CommittingDatabase:
     """That of an AsyncClient. A task with the ID "there" exists."""
 
@@ -113,10 +104,6 @@ async def statement(transaction: Any) -> None:
     once(transaction)
 
 
-async def returned(transaction: Any) -> Any:
-    return aio.cancel(transaction, "t")
-
-
 async def left_to_a_task(transaction: Any) -> Any:
     task = asyncio.create_task(once(transaction))
     await asyncio.sleep(0)
@@ -127,7 +114,6 @@ async def left_to_a_task(transaction: Any) -> Any:
     ("function", "sentence"),
     [
         (statement, r"outbox\.aio\.register_once was not awaited, so nothing has happened"),
-        (returned, r"outbox\.aio\.cancel was not awaited"),
         (left_to_a_task, r"outbox\.aio\.register_once was not awaited"),
         (lambda _: None, r"<lambda> returned NoneType\. It must be `async def`"),
     ],
@@ -138,20 +124,6 @@ def test_a_call_that_nothing_awaits_is_never_committed(function: Any, sentence: 
     with pytest.raises(TypeError, match=sentence):
         asyncio.run(aio.run_in_transaction(database, function))
     assert not database.committed
-
-
-def test_a_call_is_awaited_in_any_way() -> None:
-    """Also cancelled before it has begun."""
-
-    async def ways(transaction: Any) -> list[bool]:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(once(transaction), 0)
-        return [*await asyncio.gather(once(transaction), asyncio.create_task(once(transaction)))]
-
-    database = CommittingDatabase()
-    assert asyncio.run(aio.run_in_transaction(database, ways)) == [False, False]
-    assert database.committed
-    assert asyncio.run(aio.run_in_transaction(database, once)) is False
 
 
 async def opened() -> None:
@@ -165,7 +137,7 @@ def test_a_database_that_is_not_that_of_an_async_client_is_named() -> None:
         (spanner.client("host:1").instance("instance").database("database"), r"google\.cloud\.spanner\S+\.Database"),
     ):
         with pytest.raises(TypeError, match=rf"^database is {kind}\. It must be .* as from `await instance.database"):
-            asyncio.run(aio.run_in_transaction(database, returned))
+            asyncio.run(aio.run_in_transaction(database, statement))
 
 
 def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:

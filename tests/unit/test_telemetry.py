@@ -299,10 +299,6 @@ class Relay:
         metrics = Metrics(self.client, lambda: self.seconds)
         self.report = WorkerGauges(metrics, membership(), self.relay, lambda: self.seconds)
 
-    @property
-    def asked(self) -> int:
-        return int(self.relay.in_flight.places_by_topic.call_count)
-
 
 def membership(others: Sequence[str] = ()) -> Membership:
     created = Membership(FakeStore(), "me")
@@ -319,10 +315,10 @@ def test_a_report_is_sent_every_15_seconds() -> None:
     client = relay.client
     zeros = dict.fromkeys((m.PUBLISHED.name, m.FORCED_STOP.name, m.DEAD.name, m.UNCONFIRMED.name), 0)
     assert client.counts == {m.HEARTBEAT.name: 4, **zeros}  # 0 is sent, so that a first event is an increase
-    assert client.samples == [(m.IN_FLIGHT.name, 3, [], 1)] * relay.asked == [(m.IN_FLIGHT.name, 3, [], 1)] * 4
+    assert client.samples == [(m.IN_FLIGHT.name, 3, [], 1)] * 4
     assert client.gauges[m.WORKERS.name,] == 1
     WorkerGauges(Metrics(None), membership(), relay.relay)()
-    assert relay.asked == 4
+    assert relay.relay.in_flight.places_by_topic.call_count == 4
 
 
 def circuit(seconds_to_probe: float) -> CircuitState:
