@@ -194,6 +194,23 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
     assert rows["c"].last_error is None
 
 
+def test_a_failing_head_holds_its_key_after_an_abort(bench: Bench) -> None:  # OUT-ORDER-1
+    """The next attempt remembers the failure, also if another writer has changed a later task meanwhile."""
+    bench.line("a", "b", "c")
+    bench.publisher.failing = {"a": ODD}
+
+    def change() -> None:
+        bench.publisher.failing.clear()
+        bench.change("b", expires_at=bench.store.now + timedelta(days=1))
+
+    bench.abort_once(change)
+    bench.turns()
+    assert bench.publisher.ids() == []
+    bench.wait(2)
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "b", "c"]
+
+
 def test_an_outage_defers_nothing(bench: Bench) -> None:
     bench.line("c", "b", "a")
     bench.publisher.failing = {TOPIC: AWAY}
