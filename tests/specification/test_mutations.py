@@ -118,7 +118,7 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (POLLER, "below_priority=below_priority,", "below_priority=None,"),
     ],
     ("OUT-DELAY-1", ALONE): [
-        (DELIVERY, "if row.attempts or row.id in self.claim.suspects}", "if row.attempts}"),
+        (AVAILABILITY, "self._suspects |= dict.fromkeys(failed)", "pass"),
         (PUBLISHER, "MAX_SEND_ALONE = 10_000", "MAX_SEND_ALONE = 0"),
     ],
     ("OUT-DELAY-2", SLOW): [(IN_FLIGHT, "        thread.start()", "        self._run(entry)")],
