@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, Unpack
 from weakref import WeakKeyDictionary, ref
 
 from google.api_core.retry import AsyncRetry
@@ -40,18 +40,34 @@ P = ParamSpec("P")
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
 #: In a function of `run_in_transaction`: its calls of this module. A weak reference, because asyncio tasks that the
 #: function starts inherit it, and may run on.
-_calls: ContextVar[Callable[[], "set[Any] | None"]] = ContextVar("_calls", default=set)
+_calls: ContextVar[Callable[[], "set[_Awaited] | None"]] = ContextVar("_calls", default=set)
 
 
-def _noted(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Let `run_in_transaction` know of each call, so that it commits nothing if one was not awaited."""
+@Coroutine.register
+class _Awaited:
+    """A coroutine that is neither true nor false: `if process_once(...):` without `await` would be true each time."""
 
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # send, throw and close, which asyncio calls
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def __bool__(self) -> NoReturn:
+        name = self.__name__
+        raise TypeError(f"outbox.aio.{name} was not awaited, so nothing has happened. Write `await aio.{name}(...)`")
+
+
+def _awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     @functools.wraps(function)
-    def call(*given: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
-        coroutine = function(*given, **named)
+    def call(*given: P.args, **named: P.kwargs) -> Any:
+        awaited = _Awaited(function(*given, **named))
         if (calls := _calls.get()()) is not None:
-            calls.add(coroutine)
-        return coroutine
+            calls.add(awaited)
+        return awaited
 
     return call
 
@@ -70,7 +86,7 @@ class AsyncTransaction(SupportsInsert, SupportsUpdate, Protocol):
         """Return the rows of a query."""
 
 
-@_noted
+@_awaited
 async def register_once(
     transaction: AsyncTransaction,
     topic: str,
@@ -102,7 +118,7 @@ async def register_once(
     return is_new
 
 
-@_noted
+@_awaited
 async def process_once(
     transaction: AsyncTransaction, message: ReceivedMessage, *, consumer: str, key: Key = "task_id"
 ) -> bool:
@@ -144,7 +160,7 @@ async def _insert_once(
     return True
 
 
-@_noted
+@_awaited
 async def run_in_transaction(
     database: Any, function: Callable[..., Awaitable[T]], *arguments: Any, **options: Any
 ) -> T:
@@ -197,7 +213,7 @@ async def run_in_transaction(
 
 async def _checked(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     """Await the function of a transaction. Raises TypeError if it is none to await, or has not awaited a call."""
-    calls = set[Any]()
+    calls = set[_Awaited]()
     _calls.set(ref(calls))
     running = function(*arguments)
     if not inspect.isawaitable(running):
@@ -205,10 +221,7 @@ async def _checked(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     result = await running
     for each in calls:
         if each.cr_frame:  # it has not ended
-            name = each.__name__
-            raise TypeError(
-                f"outbox.aio.{name} was not awaited, so nothing has happened. Write `await aio.{name}(...)`"
-            )
+            bool(each)  # raises the error
     return result
 
 
@@ -216,7 +229,7 @@ class _Cancelled(Exception):
     """The client rolls back after this, but not after a CancelledError, which is no Exception."""
 
 
-@_noted
+@_awaited
 async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """Take an unsent task out in `transaction`, and return whether it did. False: see `outbox.cancel`.
 

@@ -6,6 +6,7 @@ Google's Pub/Sub clients use: https://cloud.google.com/pubsub/docs/open-telemetr
 There is no metrics client by default, and it never fails the caller.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -97,15 +98,28 @@ def set_metrics(recorder: Recorder | None) -> None:
             is logged with a traceback, later ones are ignored.
 
     Raises:
-        TypeError: `recorder` is neither None nor an object with this method.
+        TypeError: `recorder` is neither None nor an object with such a plain method.
     """
-    if recorder is not None and not callable(getattr(recorder, "increment", None)):
+    if recorder is not None and not _can_count(recorder):
         raise TypeError(
             f"recorder is {class_name(recorder)}. It must have a plain method increment(metric, value, tags), as a "
             "DogStatsd of the package datadog has, or be None"
         )
     global _recorder, _complained
     _recorder, _complained = recorder, False
+
+
+def _can_count(recorder: object) -> bool:
+    increment: Any = getattr(recorder, "increment", None)
+    if not callable(increment) or inspect.iscoroutinefunction(increment) or inspect.isclass(recorder):
+        return False
+    try:
+        inspect.signature(increment).bind("metric", 1, ["tag:value"])
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # a function without a signature, such as one of C
+    return True
 
 
 def count_registered(topic: str, count: int = 1) -> None:

@@ -26,6 +26,8 @@ class Kind:
     effect: str
     done: str
     verb: str = "changed"
+    #: What follows for the tasks, as a sentence.
+    consequence: str = ""
     #: Whether a task does not match any more after it was changed. What a resend or a restore refuses matches still.
     ends_match: bool = True
     #: Why a preview leaves out tasks, by state, if that is no error.
@@ -38,6 +40,7 @@ KINDS: Mapping[str, Kind] = {
         None,
         "become due now",
         "due now",
+        consequence="They begin again with 0 failed attempts.",
         no_error={
             "pending": "because pending tasks need no retry",
             "expired": "because ExpiresAt has passed",
@@ -47,13 +50,20 @@ KINDS: Mapping[str, Kind] = {
     "resend": Kind(
         ("sent",), "sent", "be published again, only to another topic", "published", "published", ends_match=False
     ),
-    "cancel": Kind(UNSENT, ANY_UNSENT, "be cancelled", "cancelled"),
-    "purge": Kind(("sent", CANCELLED), "sent", "be deleted", "deleted"),
+    "cancel": Kind(
+        UNSENT,
+        ANY_UNSENT,
+        "be cancelled",
+        "cancelled",
+        consequence="No worker publishes them, until they are restored.",
+    ),
+    "purge": Kind(("sent", CANCELLED), "sent", "be deleted", "deleted", consequence="They cannot be sent again."),
     "restore": Kind(
         (CANCELLED,),
         CANCELLED,
         "be restored",
         "restored",
+        consequence="Their other columns are as they were before the cancel.",
         ends_match=False,
         no_error=dict.fromkeys(
             (*UNSENT, "sent"), "because they are not cancelled: restored before, or never cancelled"

@@ -63,8 +63,11 @@ class SettingType:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'NAME'?` with the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, known, n=1)
+    """Return ` Did you mean 'NAME'?` with the nearest known name, or an empty string.
+
+    `topics pause` is not near `topics unset`, which would take the limits away.
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -434,6 +437,12 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {arguments[0]!r}. See `{self.prog} --help`"
         near = did_you_mean(flag, self._option_string_actions)
         return f"unknown flag {flag!r}.{near} `{self.prog} --help` lists the flags"
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Before Python 3.13, argparse takes the value of --flag=-- for the end of the flags.
+        if action.option_strings and arg_strings == ["--"]:
+            return self._get_value(action, "--")
+        return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # From Python 3.14, argparse can suggest names itself (`suggest_on_error`).

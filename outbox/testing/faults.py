@@ -4,12 +4,16 @@ with faults.abort_next_commit():
     place_order(database, "order-1")  # its transaction function runs twice
 """
 
+import inspect
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec
 from unittest import mock
+from weakref import finalize
 
 from google.api_core.exceptions import Aborted
 from google.cloud.spanner_v1 import SpannerClient
@@ -20,7 +24,28 @@ from google.rpc.error_details_pb2 import RetryInfo
 _RETRY_INFO = RetryInfo(retry_delay=Duration(nanos=1_000_000)).SerializeToString()
 
 
-@contextmanager
+P = ParamSpec("P")
+
+
+def _block(function: Callable[P, Iterator[None]]) -> "Callable[P, AbstractContextManager[None, None]]":
+    """Return a function for `with`, which warns at the line of a call without it."""
+    begin = contextmanager(function)
+
+    def ended(generator: Generator[None]) -> None:
+        if inspect.getgeneratorstate(generator) == inspect.GEN_CREATED:
+            text = f"faults.{function.__name__} was called without `with`, so it has no effect"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    @wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> Any:
+        block = begin(*given, **named)
+        finalize(block, ended, block.gen).atexit = False
+        return block
+
+    return call
+
+
+@_block
 def abort_next_commit(times: int = 1) -> Iterator[None]:
     """Answer the next `times` commits in the block with ABORTED. Their transactions are rolled back and run again.
 
@@ -45,7 +70,7 @@ def abort_next_commit(times: int = 1) -> Iterator[None]:
         raise AssertionError(f"{times - left} of {times} transactions were committed in the block")
 
 
-@contextmanager
+@_block
 def delay_commits(seconds: float) -> Iterator[None]:
     """Delay each commit in the block by `seconds`, and keep the locks of its transaction meanwhile."""
     real = SpannerClient.commit

@@ -36,7 +36,7 @@ def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> N
 
 
 def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
-    """Take tasks out, and release the next task of each key of which a task was not blocked.
+    """Take tasks out. Release the next task of each key, unless all that are taken out of the key were blocked.
 
     Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
     that a later chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks

@@ -1,6 +1,7 @@
 """`outbox.aio` on a fake of an AsyncClient: inserts and cancels, calls without `await`, the end of asyncio tasks."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -83,6 +84,35 @@ def test_a_cancelled_task_releases_the_next_one_of_its_key(key: str | None, rele
     assert written == [*((id, None, None) for id in released), ("there", COMMIT_TIMESTAMP, "application")]
 
 
+def test_a_task_of_the_same_transaction_is_not_cancelled() -> None:
+    transaction = Recorded()
+    id = outbox.register(transaction, "orders", b"")
+    with pytest.raises(outbox.InvalidTransaction, match="was registered by the same transaction"):
+        asyncio.run(aio.cancel(transaction, id))
+    assert len(transaction.mutations) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: aio.register_once(None, "orders", b"", task_id="t"),
+        lambda: aio.process_once(None, None, consumer="billing"),
+        lambda: aio.cancel(None, "t"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_call_without_await_is_neither_true_nor_false(call: Callable[[], Any]) -> None:
+    """`if aio.process_once(...):` would be true each time. A task of asyncio accepts the call as a coroutine."""
+
+    async def as_task() -> None:
+        await asyncio.create_task(call())
+
+    with pytest.raises(TypeError, match=r"outbox\.aio\.\w+ was not awaited, so nothing has happened"):
+        bool(call())
+    with pytest.raises(TypeError, match="transaction is NoneType"):
+        asyncio.run(as_task())
+
+
 class CommittingDatabase:
     """That of an AsyncClient. A task with the ID "there" exists."""
 
@@ -104,6 +134,10 @@ async def statement(transaction: Any) -> None:
     once(transaction)
 
 
+async def returned(transaction: Any) -> Any:
+    return aio.cancel(transaction, "t")
+
+
 async def left_to_a_task(transaction: Any) -> Any:
     task = asyncio.create_task(once(transaction))
     await asyncio.sleep(0)
@@ -114,6 +148,7 @@ async def left_to_a_task(transaction: Any) -> Any:
     ("function", "sentence"),
     [
         (statement, r"outbox\.aio\.register_once was not awaited, so nothing has happened"),
+        (returned, r"outbox\.aio\.cancel was not awaited"),
         (left_to_a_task, r"outbox\.aio\.register_once was not awaited"),
         (lambda _: None, r"<lambda> returned NoneType\. It must be `async def`"),
     ],
@@ -124,6 +159,20 @@ def test_a_call_that_nothing_awaits_is_never_committed(function: Any, sentence: 
     with pytest.raises(TypeError, match=sentence):
         asyncio.run(aio.run_in_transaction(database, function))
     assert not database.committed
+
+
+def test_a_call_is_awaited_in_any_way() -> None:
+    """Also cancelled before it has begun."""
+
+    async def ways(transaction: Any) -> list[bool]:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(once(transaction), 0)
+        return [*await asyncio.gather(once(transaction), asyncio.create_task(once(transaction)))]
+
+    database = CommittingDatabase()
+    assert asyncio.run(aio.run_in_transaction(database, ways)) == [False, False]
+    assert database.committed
+    assert asyncio.run(aio.run_in_transaction(database, once)) is False
 
 
 async def opened() -> None:
@@ -137,7 +186,7 @@ def test_a_database_that_is_not_that_of_an_async_client_is_named() -> None:
         (spanner.client("host:1").instance("instance").database("database"), r"google\.cloud\.spanner\S+\.Database"),
     ):
         with pytest.raises(TypeError, match=rf"^database is {kind}\. It must be .* as from `await instance.database"):
-            asyncio.run(aio.run_in_transaction(database, statement))
+            asyncio.run(aio.run_in_transaction(database, returned))
 
 
 def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:

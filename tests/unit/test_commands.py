@@ -217,6 +217,7 @@ def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(
     for line, error in {
         "publishworker rnu": "unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists",
         "outbox reshard": "unknown command 'reshard'. Did you mean 'schema reshard'?",
+        "outbox topics pause": "unknown action 'pause'. `outbox topics --help` lists the actions",
         "publishworker run --poll-intervall 2": "unknown flag '--poll-intervall'. Did you mean '--poll-interval'? ",
         "publishworker run --poll-int=2": "unknown flag '--poll-int'. Did you mean '--poll-interval'?",
         "publishworker drain now": "unexpected argument 'now'. See `publishworker drain --help`",

@@ -247,7 +247,15 @@ def test_what_is_no_synchronous_database_is_refused_at_once(call: Callable[[Any]
         call(wrong)
 
 
-@pytest.mark.parametrize("wrong", [object(), "statsd"])
+class Asynchronous:
+    async def increment(self, metric: str, value: float, tags: list[str]) -> None: ...
+
+
+class OfOneArgument:
+    def increment(self, metric: str) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", [object(), Asynchronous(), Asynchronous, OfOneArgument(), "statsd"])
 def test_a_recorder_that_cannot_count_is_refused_at_once(set_metrics: Callable[[Any], None], wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^recorder is .* increment\(metric, value, tags\)"):
         set_metrics(wrong)

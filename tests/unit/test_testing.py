@@ -1,6 +1,8 @@
 """`outbox.testing`: a transaction that records, assertions, and a subscriber that gets every message twice."""
 
+import contextlib
 import inspect
+import warnings
 from collections import Counter
 from itertools import count
 from uuid import uuid4
@@ -13,7 +15,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import TASK_ID_ATTRIBUTE, inbox
-from outbox.testing import RecordingTransaction, RedeliveringSubscriber, assert_registered
+from outbox.testing import RecordingTransaction, RedeliveringSubscriber, assert_registered, faults
 from tests.unit.test_inbox import Database
 
 RECORDED = ["insert", "update", "insert_or_update", "replace", "delete", "read", "execute_sql", "execute_update"]
@@ -205,6 +207,15 @@ def test_what_is_no_subscriber_and_no_message_is_named() -> None:
     for given, kind in (("orders", "str"), (transaction.tasks, r"outbox\.testing\.RegisteredTask")):
         with pytest.raises(TypeError, match=rf"^messages has {kind}\. Pass PubsubMessages, as from published"):
             RedeliveringSubscriber(given)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_fault_without_with_is_a_warning_at_its_line() -> None:
+    for call in (faults.abort_next_commit, faults.delay_commits):
+        with pytest.warns(RuntimeWarning, match=rf"^faults\.{call.__name__} was called without `with`") as caught:
+            call(1)
+        assert [each.filename for each in caught] == [__file__]
+        with warnings.catch_warnings(action="error"), contextlib.suppress(AssertionError), call(1):
+            pass
 
 
 def test_a_callback_may_extend_the_deadline_before_it_acknowledges() -> None:
