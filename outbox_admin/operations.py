@@ -129,35 +129,42 @@ class Progress:
 
     def is_last(self, transaction: Transaction) -> bool:
         """Lock the row, and tell whether it is as this process has written it."""
-        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), KeySet(keys=[[self.id]]))
-        return rows == [[self.tasks, self.position, None, None]]
+        return self._row(transaction)[:4] == [self.tasks, self.position, None, None]
 
     def move(
         self, transaction: Transaction, tasks: int, unchanged: Mapping[str, int], position: str | None
     ) -> "Progress":
         """Record a chunk that has changed so many tasks, and where the next one begins. `check` comes before it."""
-        numbers = Counter(_unchanged(self.position)) + Counter(unchanged)
-        largest = Counter(dict(numbers.most_common(MAX_REASONS)))  # a service may word each refusal in another way
-        numbers = largest + Counter({OTHER: numbers.total() - largest.total()})
-        texts: dict[str, Any] = json.loads(position or "{}") | ({"unchanged": numbers} if numbers else {})
-        after = Progress(self.id, self.tasks + tasks, json.dumps(texts | {"by": self.by}), self.by)
+        after = self._after(tasks, unchanged, position)
         update(transaction, self.id, Tasks=after.tasks, Position=after.position, SeenAt=COMMIT_TIMESTAMP)
         return after
 
     def finish(self, transaction: Transaction, *, counts_left: bool) -> int:
-        """Set FinishedAt of the row. Raises NotContinued.
+        """Set FinishedAt of the row, unless an attempt whose commit was not answered has done it. Raises NotContinued.
 
         With `counts_left`, return and record the number of tasks that the preview counted and that no chunk has read,
         because they did not match any more.
         """
-        self.check(transaction)
-        [[selected]] = transaction.read(OPERATIONS, ("Selected",), KeySet(keys=[[self.id]]))
+        *written, finished_at, selected = self._row(transaction)
         known = {reason: number for reason, number in _unchanged(self.position).items() if reason != NEWCOMER}
         left = (selected or 0) - self.tasks - sum(known.values()) if counts_left else 0
-        if left > 0:
-            self.move(transaction, 0, {LEFT: left}, self.position)
-        update(transaction, self.id, FinishedAt=COMMIT_TIMESTAMP)
+        after = self._after(0, {LEFT: left} if left > 0 else {}, self.position)
+        if finished_at is None or written != [after.tasks, after.position, None]:
+            self.check(transaction)
+            update(transaction, self.id, Position=after.position, FinishedAt=COMMIT_TIMESTAMP)
         return max(0, left)
+
+    def _row(self, transaction: Transaction) -> list[Any]:
+        columns = ("Tasks", "Position", "StoppedAt", "FinishedAt", "Selected")
+        rows = transaction.read(OPERATIONS, columns, KeySet(keys=[[self.id]]))
+        return rows[0] if rows else [None] * len(columns)
+
+    def _after(self, tasks: int, unchanged: Mapping[str, int], position: str | None) -> "Progress":
+        numbers = Counter(_unchanged(self.position)) + Counter(unchanged)
+        largest = Counter(dict(numbers.most_common(MAX_REASONS)))  # a service may word each refusal in another way
+        numbers = largest + Counter({OTHER: numbers.total() - largest.total()})
+        texts: dict[str, Any] = json.loads(position or "{}") | ({"unchanged": numbers} if numbers else {})
+        return Progress(self.id, self.tasks + tasks, json.dumps(texts | {"by": self.by}), self.by)
 
 
 def latest(
@@ -222,7 +229,8 @@ def end(table: TaskTable, id: str, **columns: Any) -> None:
 
 def stop(table: TaskTable, id: str, author: Author) -> None:
     """Let no process execute a further chunk of an operation, and record who stopped it. Raises NotContinued."""
-    table.transact(OPERATIONS_TAG, lambda writer: _mark(writer, table, id, "stop", author, StoppedAt=COMMIT_TIMESTAMP))
+    own = _Mark(table, id, "stop", author)
+    table.transact(OPERATIONS_TAG, lambda transaction: own.write(transaction, StoppedAt=COMMIT_TIMESTAMP))
 
 
 def proceed(table: TaskTable, id: str, author: Author) -> None:
@@ -230,21 +238,34 @@ def proceed(table: TaskTable, id: str, author: Author) -> None:
 
     The position changes, so a process that has not noticed the stop executes no further chunk.
     """
+    own = _Mark(table, id, "continue", author)
 
     def work(transaction: Transaction) -> None:
         rows = transaction.read(OPERATIONS, ("Position",), KeySet(keys=[[id]]))
         position = parsed(rows[0][0] or "{}") if rows else None
-        moved = json.dumps(position | {"by": new_id()}) if isinstance(position, dict) else rows and rows[0][0]
-        _mark(transaction, table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP, Position=moved)
+        moved = json.dumps(position | {"by": own.id}) if isinstance(position, dict) else rows and rows[0][0]
+        own.write(transaction, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP, Position=moved)
 
     table.transact(OPERATIONS_TAG, work)
 
 
-def _mark(transaction: Transaction, table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
-    if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[id]])) != [[None]]:
-        raise NotContinued(f"operation {id} is finished, or does not exist")
-    update(transaction, id, **columns)
-    record(transaction, table, name, {"operation": id}, author, FinishedAt=COMMIT_TIMESTAMP)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mark:
+    """A person stops or continues an operation, which is recorded as an operation of its own."""
+
+    table: TaskTable
+    of: str
+    name: str
+    author: Author
+    id: str = dataclasses.field(default_factory=new_id)
+
+    def write(self, transaction: Transaction, **columns: Any) -> None:
+        """Change the row of the operation. Raises NotContinued."""
+        if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[self.of]])) != [[None]]:
+            raise NotContinued(f"operation {self.of} is finished, or does not exist")
+        update(transaction, self.of, **columns)
+        more = {"OperationId": self.id, "FinishedAt": COMMIT_TIMESTAMP}
+        record(transaction, self.table, self.name, {"operation": self.of}, self.author, **more)
 
 
 def record(
@@ -252,12 +273,13 @@ def record(
 ) -> None:
     """Buffer the row of a change that starts with this commit. `columns` are the values of further columns.
 
-    `writer` is a Transaction, or a Batch of the client.
+    `writer` is a Transaction, or a Batch of the client. It runs again if a commit is not answered, so OperationId is
+    given, unless the row is of a change that only the first commit makes.
     """
     row: dict[str, Any] = {"OperationId": new_id(), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
     row |= {"Principal": author.principal or table.principal, "Reason": author.reason}
     row |= {"Selection": as_json(selection), **columns}
-    writer.insert(OPERATIONS, tuple(row), [tuple(row.values())])
+    writer.insert_or_update(OPERATIONS, tuple(row), [tuple(row.values())])
 
 
 def update(writer: Any, id: str, **columns: Any) -> None:

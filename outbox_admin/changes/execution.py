@@ -86,8 +86,8 @@ def begin(
 ) -> tuple[TaskSelection, bool]:
     """Record a change for a `resume`, and return what it is of. `selected` is the number of tasks of the preview.
 
-    The IDs of a restore or a resend are in the order of their keys. Return also whether the change was recorded: not if
-    the operation exists, because a form may be sent twice.
+    The IDs of a restore or a resend are in the order of their keys. Return also whether this call has recorded the
+    change: not if the operation exists, because a form may be sent twice.
     """
     check(name, selection)
     selection = previewed(table, selection)
@@ -99,9 +99,13 @@ def begin(
             "--to`"
         )
 
+    tried = False
+
     def work(transaction: Transaction) -> bool:
+        nonlocal tried
         if transaction.read(OPERATIONS, ("OperationId",), KeySet(keys=[[id]])):
-            return False
+            return tried  # by an attempt whose commit was not answered
+        tried = True
         columns = {"OperationId": id, "Tasks": 0, "Selected": selected or None, "SeenAt": COMMIT_TIMESTAMP}
         operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
         return True

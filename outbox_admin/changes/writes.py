@@ -9,6 +9,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.rows.task_table import Transaction
 from outbox.table.shared_sql import CANCEL_COLUMNS, NEXT_OF_KEYS, RELEASED
 from outbox.table.states import KEY_CHECK_SECONDS, NEVER, TASKS_TABLE
+from outbox_admin.change_kinds import MADE_UNSENT
 from outbox_admin.tasks.selected import Row
 
 #: The columns that a retry writes. `retry_values` returns the values.
@@ -38,11 +39,12 @@ def _delete(transaction: Transaction, rows: Sequence[Row], _operation: str) -> N
 def _cancel(transaction: Transaction, rows: Sequence[Row], operation: str) -> None:
     """Take tasks out. Release the next task of each key, unless all that are taken out of the key were blocked.
 
-    Behind tasks that were all blocked, the task that blocks the key is still there. The next task stays blocked, so
-    that a later chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks
-    that are taken out may have been the first one to end.
+    Behind tasks that were all blocked, the task that blocks the key is still there. A cancelled task that another
+    program has made unsent counts as one of them, because it blocks none. The next task stays blocked, so that a later
+    chunk of a selection of blocked tasks finds it. But its deferral ends soon, because that of the tasks that are taken
+    out may have been the first one to end.
     """
-    keys = {(row.topic, row.ordering_key) for row in rows if row.state != "blocked"}
+    keys = {(row.topic, row.ordering_key) for row in rows if row.state not in ("blocked", MADE_UNSENT)}
     with_key = [row for row in rows if row.ordering_key is not None]
     if ids := [row.id for row in with_key if (row.topic, row.ordering_key) in keys]:
         heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})

@@ -328,7 +328,8 @@ class Results:
     def _note_taken_out(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
         """Record which published tasks among `ids` are cancelled, or deleted: not locked, or registered again.
 
-        A sent one stays recorded, because the mark may be that of an earlier attempt, whose commit was not answered.
+        A sent one stays recorded, also if it was reset since, because the mark may be that of an earlier attempt, whose
+        commit was not answered.
         """
         if published := self.published():
             by_id = {row.id: row for row in rows}
@@ -338,7 +339,7 @@ class Results:
                     self._cancelled_by[id] = None
                 elif row.cancelled_by is not None and published[id].has_message_of(row):
                     self._cancelled_by[id] = row.cancelled_by
-                elif not row.is_sent:
+                elif not row.is_sent and published[id].has_message_of(row):
                     self._cancelled_by.pop(id, None)
 
     def _unwritten(self) -> dict[str, NotSent | Deferred]:

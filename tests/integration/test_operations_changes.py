@@ -314,9 +314,13 @@ def test_a_restore_after_a_cancel_is_the_identity(database: Database, table: Tas
 
 
 def test_a_key_that_nothing_holds_is_read_within_a_minute(database: Database, table: TaskTable) -> None:
-    """Also if the tasks whose deferrals would have ended first are cancelled. The next one stays in its selection."""
+    """Also if the tasks whose deferrals would have ended first are cancelled. The next one stays in its selection.
+
+    One of them was cancelled before, and another program has made it unsent.
+    """
     later = {"AvailableAt": FUTURE, "BlockedBy": "k 0"}
     insert(database, line("k", {"AvailableAt": NEVER}, *[later] * 4))
+    update(database, "k 2", CancelledBy="application")
     soon = table.now() + KEY_CHECK
     cancel(table, "k 1", "k 2")
     for id in ("k 3", "k 4"):

@@ -20,6 +20,7 @@ from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.rows.task_table import TaskTable
+from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox.table.states import CANCELLED, NEVER
 from outbox_admin import operations
@@ -149,6 +150,34 @@ def test_no_task_is_changed_twice_whichever_transactions_fail(
             retried += new
         assert operations.found(table, ID).tasks == len(retried)
     assert sorted(retried) == NAMES
+
+
+def test_what_runs_again_after_a_commit_without_an_answer_has_one_effect_and_its_result(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a change with its chunks, of its stop and continuation, of the record of a job, and of a change of a topic."""
+    fill(database, DEAD)
+    original = TaskTable.transact
+
+    def repeated(self: TaskTable, tag: str, work: Any) -> Any:
+        original(self, tag, work)
+        return original(self, tag, work)
+
+    monkeypatch.setattr(TaskTable, "transact", repeated)
+    begin(table, TaskSelection(state="dead"))
+    assert not execution.begin(table, "retry", TaskSelection(state="dead"), JANE, id=ID, selected=0)[1]
+    operations.stop(table, ID, JOHN)
+    operations.proceed(table, ID, JOHN)
+    assert changed(execution.resume(table, ID)) == NAMES
+    operations.end(table, operations.begin(table, "replay", {}).id)
+    paused = {"orders": (None, TopicControls(paused=True))}
+    assert editing.change(table, "pause", ["orders"], {"paused": True}) == paused
+    assert editing.change(table, "unset", ["orders"], None) == {"orders": (TopicControls(paused=True), None)}
+    found = operations.latest(table, 10)
+    names = ["continue", "pause", "replay", "retry", "stop", "unset"]
+    assert sorted(each.operation for each in found) == names
+    assert all(each.has_ended for each in found)
+    assert operations.found(table, ID).tasks == len(NAMES)
 
 
 @pytest.mark.parametrize("name", ["retry", "resend"])

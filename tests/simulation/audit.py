@@ -251,6 +251,8 @@ class Audit:
         for id, mark in marks.items():
             task = self.tasks[id]
             if isinstance(mark, Published):
+                if task.once:
+                    self.messages.marked_first(process, id)
                 self._explain(id, explained=self.messages.marked(process, id))
                 self.sent[id].add(committed)
                 task.cancelled_at = -inf  # the row tells that a worker had published it

@@ -6,7 +6,7 @@ A statement is known by its text, so it is the one that the product sends; what 
 import dataclasses
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -16,16 +16,18 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox.base.schedules import ABORTED
 from outbox.errors import OutboxError
 from outbox.rows.task_table import TaskTable
-from outbox.table.ddl import Layout
+from outbox.table.ddl import OPERATIONS, Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import CANCELLED, NO_SEQUENCE, TASKS_TABLE, first_due, is_dead
-from outbox_admin.change_kinds import MADE_UNSENT
+from outbox_admin import operation_sql
+from outbox_admin.change_kinds import ANY_UNSENT, MADE_UNSENT
 from outbox_admin.changes import change_sql
 from outbox_admin.tasks.selected import Row
 from outbox_admin.tasks.selections import TaskSelection
 from publishworker.types import TopicKey
 from tests.simulation.audit import Audit, Known
-from tests.simulation.spanner import Aborted, Spanner, Transaction
+from tests.simulation.spanner import Aborted, Mode, Spanner, Transaction
+from tests.simulation.table import Table
 from tests.support.fakes import StoredTask
 
 #: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
@@ -57,24 +59,44 @@ def _value(row: StoredTask, column: str) -> Any:
 
 
 def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
-    """Tell whether a task is selected. Histories narrow a selection only by its topic and its times."""
+    """Tell whether a task is selected."""
     at = row.created_at if row.sent_at is None else row.sent_at
     is_of_state = state_of(row, now) == selection.state
     if selection.state == CANCELLED:
         is_of_state = row.cancelled_by is not None and selection.cancelled_by in (None, row.cancelled_by)
+    if selection.state == ANY_UNSENT:
+        is_of_state = row.sent_at is None
     return (
         is_of_state
         and selection.topic in (None, row.topic)
+        and selection.ordering_key in (None, row.ordering_key)
+        and row.id.startswith(selection.id_prefix or "")
+        and (selection.error or "") in (row.last_error or "").lower()
         and (selection.since is None or at >= selection.since)
         and (selection.until is None or at < selection.until)
     )
 
 
+def _sequence(row: StoredTask) -> int:
+    return NO_SEQUENCE if row.sequence is None else row.sequence
+
+
 def _place(row: StoredTask) -> tuple[Any, ...]:
     """Return the place of a task in the order of `change_sql.order`, without its ID."""
     if row.sent_at is not None and row.cancelled_by is not None:
-        return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence
+        return row.created_at, _sequence(row)
     return () if row.sent_at is None else (row.sent_at,)
+
+
+def _row(selection: TaskSelection, row: StoredTask, now: datetime) -> Row:
+    """Return what `task_sql.by_ids` selects."""
+    values = dataclasses.asdict(row) | {"now": now, "error": row.last_error, "bytes": len(row.data)}
+    is_made_unsent = row.cancelled_by is not None and row.sent_at is None
+    state = MADE_UNSENT if is_made_unsent else state_of(row, now)
+    values["due_at"] = first_due(Table.as_locked(row)) if state in ("retrying", "blocked") else None
+    values |= {"state": state, "matches": matches(selection, row, now)}
+    values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
+    return Row(*(values[name] for name in Row._fields))
 
 
 class Work:
@@ -88,6 +110,7 @@ class Work:
         self.known: dict[str, Known] = {}
         #: The states of the tasks that a command has locked.
         self.states: dict[str, str] = {}
+        self.committed = False
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[Any]:
         self._spanner.wait(self._spanner.latencies.lock)
@@ -101,6 +124,12 @@ class Work:
         if self._transaction.wounded:
             raise Aborted("wounded")
         return [self.table.rows[id] for id in sorted(ids) if id in self.table.rows]
+
+    def _lock_others(self, rows: Iterable[tuple[str, str]], mode: Mode) -> None:
+        """Lock rows of other tables by their keys."""
+        for table, key in sorted(rows):
+            self._transaction.asked_at = self._spanner.clockwork.now
+            self._spanner.locks.acquire(self._transaction, f"{table} {key}", mode)
 
     def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:
         if statement == LAYOUTS:
@@ -119,24 +148,15 @@ class Work:
         if columns := _OF_IDS.search(statement):
             return [[_value(row, name) for name in columns[1].split(", ")] for row in rows]
         assert self._selection is not None, statement
-        return [self._row(row, now) for row in rows]
-
-    def _row(self, row: StoredTask, now: datetime) -> list[Any]:
-        """Return what `statements.by_ids` selects."""
-        assert self._selection is not None
-        values = dataclasses.asdict(row) | {"now": now, "error": row.last_error, "bytes": len(row.data)}
-        is_made_unsent = row.cancelled_by is not None and row.sent_at is None
-        state = MADE_UNSENT if is_made_unsent else state_of(row, now)
-        values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
-        self.states[row.id] = state
-        values |= {"state": state, "matches": matches(self._selection, row, now)}
-        values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
-        return [values[name] for name in Row._fields]
+        found = [_row(self._selection, row, now) for row in rows]
+        self.states |= {row.id: row.state for row in found}
+        return found
 
     def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
         if table == TASKS_TABLE:
             return [[_value(row, name) for name in columns] for row in self._lock([id for [id] in keys.keys])]
         rows = self._spanner.others[table]
+        self._lock_others(((table, key) for [key] in keys.keys), Mode.SHARED)
         return [[rows[tuple(key)].get(name) for name in columns] for key in keys.keys if tuple(key) in rows]
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -158,6 +178,8 @@ class Work:
         spanner.serve("change", len(self.mutations), urgent=False)
         changed = {row["Id"]: kind for kind, table, row in self.mutations if table == TASKS_TABLE}
         self._lock(changed)
+        others = ((table, next(iter(row.values()))) for _, table, row in self.mutations if table != TASKS_TABLE)
+        self._lock_others(others, Mode.EXCLUSIVE)
         if any(id in self.table.refused for id, kind in changed.items() if kind == "update"):
             raise OutboxError("a constraint is violated")
         self._check_existing(audit)
@@ -172,6 +194,7 @@ class Work:
                 key = tuple(row.values())[:1]
                 spanner.others[table].setdefault(key, {}).update(row)
         spanner.locks.release(self._transaction)
+        self.committed = True
 
     def _check_existing(self, audit: Audit) -> None:
         """Raise OutboxError if Spanner would refuse an update of a task that is gone, or to insert one that exists."""
@@ -226,8 +249,7 @@ def transact(
 ) -> T:
     """Run `work` in a transaction, again after aborts, as old as the first attempt. Raises Aborted at last.
 
-    If the answer to a commit of an application or a job is lost, it runs its transaction again. `selection` is of a
-    command of an operator.
+    If the answer to a commit is lost, the transaction runs again. `selection` is of a command of an operator.
     """
     clockwork, age = spanner.clockwork, spanner.age()
     began = clockwork.now
@@ -237,7 +259,7 @@ def transact(
         try:
             result = work(attempt)
             attempt.commit(audit)
-            if selection is None and spanner.is_unanswered():
+            if spanner.is_unanswered():
                 return transact(spanner, audit, work, selection=selection)
         except Aborted:
             if clockwork.now >= began + ABORTED_SECONDS:
@@ -256,12 +278,20 @@ class Commands(TaskTable):
         self._spanner, self._audit, self._selection = spanner, audit, selection
         self.layout, self.name = Layout(1), "simulation"
         self._names = selection.names if selection else frozenset()
+        rows = spanner.table.rows.values() if selection else ()
         #: The selected tasks as of now, each with its place without the ID.
         self.seen = {
             row.id: _place(row)
-            for row in (spanner.table.rows.values() if selection else ())
+            for row in rows
             if selection and matches(selection, row, self.now())
-            if selection.state != CANCELLED or row.sent_at is not None
+            if selection.state != CANCELLED or row.sent_at is not None or selection.ids
+            if not selection.ids or row.id in selection.ids
+        }
+        #: What a query by IDs returns as of now.
+        self._of_ids = {
+            row.id: (_row(selection, row, self.now()), dataclasses.replace(row))
+            for row in rows
+            if selection and row.id in (selection.ids or ())
         }
         #: What its transactions wrote.
         self.writes: list[tuple[str, str, Mapping[str, Any]]] = []
@@ -279,13 +309,22 @@ class Commands(TaskTable):
     def query(
         self, statement: str, tag: str, parameters: Mapping[str, Any] | None = None, **_more: Any
     ) -> list[list[Any]]:
-        """Return a page of the IDs that matched at the preview."""
+        """Return a page of the IDs that matched at the preview, rows of IDs as of then, or an operation."""
         self._spanner.wait(self._spanner.latencies.read)
         values: Mapping[str, Any] = parameters or {}
+        if statement == operation_sql.OPERATION:
+            row = self._spanner.others[OPERATIONS].get((values["id"],), {})
+            names = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Selection", "Tasks")
+            return [[row.get(name) for name in (*names, "Reason", "Selected", "SeenAt", "StoppedAt", "Position")]]
+        if "ids" in values:
+            found = [self._of_ids[id] for id in values["ids"] if id in self._of_ids]
+            if statement == change_sql.PLACES:
+                return [[row.id, row.topic, row.created_at, _sequence(row)] for _, row in found]
+            return [[*row] for row, _ in found]
         assert statement == change_sql.next_ids(str(self._selection and self._selection.state), self._names), statement
         after = [values[name] for name in ("after", "after_created", "after_sequence", "after_id") if name in values]
-        found = ([*place, id] for id, place in self.seen.items())
-        return [[0, *place] for place in sorted(found) if place > after][: values["limit"]]
+        places = ([*place, id] for id, place in self.seen.items())
+        return [[0, *place] for place in sorted(places) if place > after][: values["limit"]]
 
     def transact(self, tag: str, work: Callable[[Any], T]) -> T:
         attempts: list[Work] = []
@@ -295,6 +334,8 @@ class Commands(TaskTable):
             return work(attempt)
 
         result = transact(self._spanner, self._audit, noted, selection=self._selection)
-        self.writes += attempts[-1].mutations
-        self.states |= attempts[-1].states
+        for attempt in attempts:
+            if attempt.committed:
+                self.writes += attempt.mutations
+                self.states |= attempt.states
         return result

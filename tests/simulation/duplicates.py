@@ -29,6 +29,8 @@ class Messages:
         self._untouched: Counter[tuple[str, int]] = Counter()
         #: The messages of each worker without a mark, by task.
         self._open: dict[Process, dict[str, list[Message]]] = defaultdict(lambda: defaultdict(list))
+        #: The lives of the at-most-once tasks that a worker has marked and not yet published.
+        self._marked_first: dict[tuple[Process, str], int] = {}
         #: The tasks whose locks a worker has lost since it claimed them.
         self._lost: dict[Process, set[str]] = defaultdict(set)
 
@@ -42,7 +44,8 @@ class Messages:
 
     def requested(self, process: Process, ids: Collection[str]) -> list[Message]:
         lost = self._lost[process]
-        messages = [Message(id, self._lives[id], touched=id in lost) for id in ids]
+        lives = {id: self._marked_first.pop((process, id), self._lives[id]) for id in ids}
+        messages = [Message(id, lives[id], touched=id in lost) for id in ids]
         for each in messages:
             self._open[process][each.id].append(each)
         return messages
@@ -72,6 +75,10 @@ class Messages:
             return True
         messages[-1].touched = False
         return self._counted(messages[-1])
+
+    def marked_first(self, process: Process, id: str) -> None:
+        """An at-most-once task is marked before its request. An operator may reset it between the two."""
+        self._marked_first[process, id] = self._lives[id]
 
     def _counted(self, message: Message) -> bool:
         self._untouched[message.id, message.life] += not message.touched

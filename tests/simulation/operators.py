@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from random import Random
@@ -22,9 +22,11 @@ from outbox.reading import Reader, SentTask, SentTasks
 from outbox.rows import counts_sql
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.shared_sql import by_ids
-from outbox.table.states import CANCELLED, TASKS_TABLE, is_dead
-from outbox_admin.change_kinds import KINDS, MADE_UNSENT
+from outbox.table.states import CANCELLED, TASKS_TABLE, UNSENT, is_dead
+from outbox_admin import operations
+from outbox_admin.change_kinds import ANY_UNSENT, KINDS, MADE_UNSENT
 from outbox_admin.changes import execution
+from outbox_admin.operations import UNNAMED, NotContinued, new_id
 from outbox_admin.tasks.selections import TaskSelection
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import Commands, Work, attribute, transact
@@ -53,6 +55,8 @@ class Operators:
         self.world, self.plan, self.audit = world, world.plan, world.audit
         self.spanner, self.table, self.clockwork = world.spanner, world.spanner.table, world.clockwork
         self._replacements = 0
+        #: Draws filters, stops and continuations.
+        self._more = Random(f"{world.plan.seed}/more")
         #: The tasks whose rows were deleted.
         self.purged = world.spanner.table.purged
         #: The archived rows, by ID.
@@ -78,9 +82,9 @@ class Operators:
             self.clockwork.spawn(self.world.application, functools.partial(self._try, action, random))
 
     @staticmethod
-    def _try(action: Callable[[Random], None], random: Random) -> None:
+    def _try(action: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(Aborted, OutboxError, RolledBack):  # it is given up
-            action(random)
+            action(*arguments)
 
     def mend(self) -> None:
         """Send tasks again, pause topics, mend or delete dead tasks; after the history only mend."""
@@ -199,7 +203,10 @@ class Operators:
             self.audit.problem(f"{id} was registered again, although its row existed")
 
     def bulk(self, random: Random) -> None:
-        """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk."""
+        """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk.
+
+        Some processes end after a chunk, or a person stops the operation. Then others continue it, sometimes two.
+        """
         name = random.choice(["retry", "cancel", "purge"])
         others = set() if self.plan.restores else {"pending"}
         state = random.choice([each for each in KINDS[name].states if each not in others])
@@ -207,16 +214,65 @@ class Operators:
         selection = TaskSelection(state=state, topic=random.choice([*self.world.topics, None]), as_of=now)
         if state == "sent":
             selection = dataclasses.replace(selection, since=now - timedelta(seconds=5), until=now)
+        selection = self._narrowed(name, selection)
         commands = Commands(self.spanner, self.audit, selection)
-        seen = commands.seen.keys()
         self.clockwork.sleep(random.choice([0.0, 1.0, 3.0]))
-        changed = set[str]()
-        for outcome in execution.change(commands, name, selection):
-            changed.update(outcome.changed)
-            self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
+        id, changed = new_id(), set[str]()
+
+        def execute(outcomes: Iterable[execution.Outcome]) -> None:
+            for outcome in outcomes:
+                for each in changed.intersection(outcome.changed):
+                    self.audit.problem(f"{each} was changed twice by one {name}")
+                changed.update(outcome.changed)
+                self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
+
+        outcomes = execution.change(commands, name, selection, id=id)
+        ends_after = self._more.choice([None, None, 1, 3])
+        try:
+            execute(itertools.islice(outcomes, ends_after))
+            if not operations.found(commands, id).has_ended:
+                self._continue(commands, id, execute)
+        except NotContinued:
+            self.audit.problem(f"nobody else worked on the operation {id}, and it ended early")
+        self._judge_bulk(commands, name, selection, changed)
+
+    def _narrowed(self, name: str, selection: TaskSelection) -> TaskSelection:
+        """Return the selection, some with a filter or of IDs."""
+        match self._more.randrange(8):
+            case 0:
+                return dataclasses.replace(selection, ordering_key=f"key-{self._more.randrange(5)}")
+            case 1:
+                return dataclasses.replace(selection, id_prefix=str(self._more.randrange(10)))
+            case 2 if selection.state in ("dead", "retrying"):
+                return dataclasses.replace(selection, error="invalid")
+            case 3 if (of_ids := KINDS[name].of_ids) and self.table.rows:
+                ids = self._more.sample([*self.table.rows], min(5, len(self.table.rows)))
+                return TaskSelection(state=of_ids, ids=tuple(ids), until=selection.until, as_of=selection.as_of)
+        return selection
+
+    def _continue(self, commands: Commands, id: str, execute: Callable[[Iterable[execution.Outcome]], None]) -> None:
+        """Continue an operation whose process has ended, perhaps after a stop, and perhaps by two processes."""
+        if self._more.random() < 0.5:
+            operations.stop(commands, id, UNNAMED)
+            with contextlib.suppress(NotContinued):
+                execute(execution.resume(commands, id))
+                self.audit.problem(f"the operation {id} was stopped, and executed further")
+            operations.proceed(commands, id, UNNAMED)
+
+        if self._more.random() < 0.5:
+            resume = functools.partial(self._try, lambda: execute(execution.resume(commands, id)))
+            self.clockwork.spawn(self.world.application, resume)
+            resume()
+        else:
+            execute(execution.resume(commands, id))
+
+    def _judge_bulk(self, commands: Commands, name: str, selection: TaskSelection, changed: set[str]) -> None:
+        seen, state = commands.seen.keys(), selection.state
         for id in changed - seen:
             self.audit.problem(f"{id} was changed by a {name} of {state} tasks, and not in its preview")
-        fitting = {state, MADE_UNSENT} if name == "cancel" else {state}
+        fitting = (
+            {*UNSENT, MADE_UNSENT} if state == ANY_UNSENT else {state, *({MADE_UNSENT} if name == "cancel" else ())}
+        )
         for id in changed & {id for id, each in commands.states.items() if each not in fitting}:
             self.audit.problem(f"{id} was {commands.states[id]}, and was changed by a {name} of {state} tasks")
         released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}
@@ -228,6 +284,10 @@ class Operators:
         found = [*dict.fromkeys(row.cancelled_by for row in self.table.rows.values() if row.cancelled_by)]
         if found:
             selection = TaskSelection(state=CANCELLED, cancelled_by=random.choice(found), as_of=self.table.time())
+            if self._more.random() < 0.2:
+                ids = [row.id for row in self.table.rows.values() if row.cancelled_by]
+                ids = [*self._more.sample(ids, min(4, len(ids))), *itertools.islice(self.table.rows, 1)]
+                selection = TaskSelection(state=CANCELLED, ids=tuple(ids), as_of=selection.as_of)
             commands = Commands(self.spanner, self.audit, selection)
             for _ in execution.change(commands, "restore", selection):
                 self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))

@@ -219,6 +219,7 @@ class Plan:
             commit_delay=random.choice([0.0, 0.05, 0.5]),
             restores=random.choice([0.0, 1.0]),
             unanswered=random.choice([0.0] * 9 + [0.2]),
+            repeats=random.choice([0.0] * 9 + [1.0]),
         )
 
 
@@ -248,6 +249,9 @@ DENSE = {
         seed, rate=5.0, seconds=30.0, keys=0.7, bulk=2.0, restores=2.0, repeats=2.0, bad=0.1,
         latencies=DEFAULT_LATENCIES.times(10), skip_dead=seed % 2 == 0,
         faults=tuple(Fault(6.0 * n, "no spanner", seed + n, 3.0) for n in range(1, 5)),
+    ),
+    "operations": lambda seed: Plan(
+        seed, rate=5.0, seconds=30.0, keys=1.0, bad=0.2, cancels=2.0, bulk=2.0, unanswered=0.3, skip_dead=seed % 2 == 0
     ),
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
     "limits": lambda seed: Plan(seed, workers=4, keys=0.0, limit=5, seconds=25.0),

@@ -174,6 +174,8 @@ class World:
         self._resharding = bool(plan.reshard)
         #: The workers that were live at the last change of what is polled.
         self._known: frozenset[str] | None = None
+        #: Whether the live workers polled no common layout at the last check.
+        self._apart = False
 
     def register(self, random: Random) -> None:
         """One transaction of an application: one to four tasks, sometimes rolled back."""
@@ -313,14 +315,19 @@ class World:
                 self.clockwork.sleep(0.7)
 
     def _check_layouts(self) -> None:
-        """Check that the live workers poll a common layout, so that no shard with unsent tasks is without a worker."""
+        """Check that the live workers poll a common layout, so that no shard with unsent tasks is without a worker.
+
+        A worker that was cut off since its start learns the layouts by its first heartbeat, a moment after it is live.
+        """
         live, known = self.spanner.table.workers().live, self._known
         nodes = [node for node in self.nodes if node.process.name in live and node.process.alive]
         # A worker of the previous version that appears only then is not supported (docs/operations/upgrade.md).
         nodes = [node for node in nodes if not node.previous or known is None or node.process.name in known]
         polled = [{*node.membership.layouts} for node in nodes]
-        if not set(self.spanner.table.built).intersection(*polled):
+        apart = not set(self.spanner.table.built).intersection(*polled)
+        if apart and self._apart:
             self.audit.problem(f"the live workers poll no common layout: {polled}")
+        self._apart = apart
 
     def _begin(self, fault: Fault) -> None:
         node = self.nodes[fault.which % len(self.nodes)]

@@ -334,6 +334,27 @@ def test_a_cancelled_task_is_named_whatever_other_rows_wait_for() -> None:
     assert bench.store.rows["refused"].sent_at is None
 
 
+def test_a_cancelled_task_is_named_if_its_mark_was_not_answered_and_it_was_reset_since() -> None:
+    bench = Bench(threads=Threads())
+    bench.insert("a")
+    changes: list[dict[str, Any]] = [
+        {"sent_at": bench.store.now, "cancelled_by": "an operation"},
+        {"cancelled_by": None, "times_sent": 1, "sent_at": None},
+    ]
+
+    def commit() -> None:
+        if changes:
+            bench.change("a", **changes.pop(0))
+            raise StoreError("no answer")
+
+    bench.store.before_commit = commit
+    batch = batch_of(bench, "a")
+    batch.deliver()
+    [found] = [each for each in batch.mark_again() if isinstance(each, Cancelled)]
+    assert found.tasks["a"].by == "an operation"
+    assert bench.store.rows["a"].sent_at is None  # it is published again
+
+
 @pytest.mark.parametrize("bad", ["bad", "last"])
 def test_a_divided_batch_writes_each_part(bad: str) -> None:
     """A part also locks the task behind it, and writes its change. The next part keeps this change."""
