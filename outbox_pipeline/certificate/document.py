@@ -266,15 +266,6 @@ def _fault(content: Mapping[str, Any], again: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_chain(before: Certificate, after: Certificate) -> None:
-    """Check that a certificate follows another one. Raises OutboxError."""
-    check_next(before, after.where, after.content["database"], after.since)
-    if after.content["previous"] != before.digest:
-        raise OutboxError(
-            f"{after.where} follows the certificate {after.content['previous']}, but {before.where} is {before.digest}"
-        )
-
-
 def check_next(before: Certificate, where: str, database: str, since: datetime) -> None:
     """Check that a window follows that of a certificate. Raises OutboxError."""
     if before.content["database"] != database:
@@ -292,7 +283,12 @@ def verify(options: argparse.Namespace) -> int:
     known = [public_key(contents(path), path) for path in options.public_key]
     chain = sorted((verified(contents(file), file, known) for file in options.files), key=lambda each: each.since)
     for before, after in itertools.pairwise(chain):
-        check_chain(before, after)
+        check_next(before, after.where, after.content["database"], after.since)
+        if after.content["previous"] != before.digest:
+            raise OutboxError(
+                f"{after.where} follows the certificate {after.content['previous']}, but {before.where} is "
+                f"{before.digest}"
+            )
     for kind, folder in ((ARCHIVE, options.archive), (RECEIVED, options.received)):
         if folder:
             _check_files(chain, kind, Path(folder))
