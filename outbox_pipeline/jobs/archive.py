@@ -30,6 +30,7 @@ from outbox_pipeline.jobs.archive_files import (
     bounds,
     checksum_columns,
     floor,
+    rebalanced,
 )
 from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.source.parts import RowFilter
@@ -123,12 +124,9 @@ class _Job:
         observed = Observation(f"archive {data}")
         wanted = RowFilter((("State", "In", ("sent", CANCELLED)),), since, until)
         ended = read_tasks(self.spark, self.settings, schemas.STORED.fieldNames(), at, wanted)
-        # With each day in as few partitions as possible, the files are large. Observe after this shuffle, because
-        # Spark can compute, and count, the rows before it more than once.
-        tasks = archivable(ended).hint("rebalance", "SentDate").observe(observed, *checksum_columns())
-        # They are sorted, so a reader of one topic can skip parts of the files.
-        ordered = tasks.sortWithinPartitions("SentDate", "Topic")
-        ordered.write.partitionBy("SentDate").parquet(self.files.path(data))
+        # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
+        tasks = rebalanced(archivable(ended)).observe(observed, *checksum_columns())
+        self.files.write(data, tasks)
         window = self.files.finish(
             ArchivedWindow(self.table.name, since, until, at, data=data, files={}, **observed.get)
         )

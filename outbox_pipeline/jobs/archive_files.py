@@ -283,6 +283,10 @@ class Archive:
         """Return the path of a data folder."""
         return str(self._folder / data)
 
+    def write(self, data: str, tasks: DataFrame) -> None:
+        """Write the tasks of a window. They are sorted, so a reader of one topic can skip parts of the files."""
+        tasks.sortWithinPartitions("SentDate", "Topic").write.partitionBy("SentDate").parquet(self.path(data))
+
     def files_of(self, window: ArchivedWindow) -> list[dict[str, Any]]:
         """Read the files of a window back, and return facts of each. Raises OutboxError if they lack tasks of it."""
         found = []
@@ -374,6 +378,11 @@ def archivable(tasks: DataFrame) -> DataFrame:
     micros, day = f.unix_micros("SentAt"), f.lit(86_400_000_000)
     days = ((micros - f.pmod(micros, day)) / day).cast("int")
     return tasks.withColumn("SentDate", f.date_from_unix_date(days)).select(*schemas.ARCHIVED.fieldNames())
+
+
+def rebalanced(tasks: DataFrame) -> DataFrame:
+    """Return the tasks with each day in as few partitions as possible, so that the files are large."""
+    return tasks.hint("rebalance", "SentDate")
 
 
 def checksum_columns() -> tuple[Column, Column]:

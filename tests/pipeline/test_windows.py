@@ -33,6 +33,7 @@ from outbox_pipeline.jobs.archive_files import (
     bounds,
     checksum_columns,
     floor,
+    rebalanced,
 )
 from tests.support.pipeline import DAY, MICROSECOND, NEXT_DAY, Files, Published, remove, sent_of
 
@@ -319,7 +320,7 @@ def test_the_checksum_differs_for_different_tasks(spark: SparkSession):
     same = {
         "both": archivable(one.union(two)),
         "in another order": archivable(two.union(one)),
-        "in one partition": archivable(one.union(two)).hint("rebalance", "SentDate"),
+        "in one partition": rebalanced(archivable(one.union(two))),
         "in more partitions": archivable(one.union(two)).repartition(3),
     }
     others = {column.name: archivable(one.withColumn(column.name, _other(column.name))) for column in schemas.STORED}
