@@ -156,10 +156,6 @@ class Certificate:
     content: Mapping[str, Any]
     files: Mapping[str, str]
 
-    def inputs(self, folder: str) -> dict[str, str]:
-        """Return the digests of the inputs in a folder by their names in it."""
-        return {name.removeprefix(folder): each for name, each in self.files.items() if name.startswith(folder)}
-
 
 def _verdict(counts: Mapping[str, int], uncertainties: Sequence[str]) -> str:
     """Return the first line of a certificate with these counts, and these facts that can hide a loss."""
@@ -270,15 +266,6 @@ def _fault(content: Mapping[str, Any], again: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_chain(before: Certificate, after: Certificate) -> None:
-    """Check that a certificate follows another one. Raises OutboxError."""
-    check_next(before, after.where, after.content["database"], after.since)
-    if after.content["previous"] != before.digest:
-        raise OutboxError(
-            f"{after.where} follows the certificate {after.content['previous']}, but {before.where} is {before.digest}"
-        )
-
-
 def check_next(before: Certificate, where: str, database: str, since: datetime) -> None:
     """Check that a window follows that of a certificate. Raises OutboxError."""
     if before.content["database"] != database:
@@ -293,45 +280,42 @@ def check_next(before: Certificate, where: str, database: str, since: datetime) 
 
 def verify(options: argparse.Namespace) -> int:
     """Verify certificates, their chain and the inputs. Raises OutboxError at the first fault."""
-    chain = _chain(options.files, options.public_key)
-    if options.archive:
-        _check_files(chain, ARCHIVE, Path(options.archive))
-    if options.received:
-        _check_files(chain, RECEIVED, Path(options.received))
+    known = [public_key(contents(path), path) for path in options.public_key]
+    chain = sorted((verified(contents(file), file, known) for file in options.files), key=lambda each: each.since)
+    for before, after in itertools.pairwise(chain):
+        check_next(before, after.where, after.content["database"], after.since)
+        if after.content["previous"] != before.digest:
+            raise OutboxError(
+                f"{after.where} follows the certificate {after.content['previous']}, but {before.where} is "
+                f"{before.digest}"
+            )
+    for kind, folder in ((ARCHIVE, options.archive), (RECEIVED, options.received)):
+        if folder:
+            _check_files(chain, kind, Path(folder))
     for each in chain:
         say(f"From {shown(each.since)} to {shown(each.until)}, certificate {each.digest}: {each.content['summary']}")
-    before = chain[0].content["previous"]
-    first = f"follows {before}" if before else "begins the chain"
+    previous = chain[0].content["previous"]
+    first = f"follows {previous}" if previous else "begins the chain"
     say(f"Verified {counted(len(chain), 'certificate')}. The first one {first}")
     return 0
-
-
-def _chain(files: Sequence[str], public_keys: Sequence[str]) -> list[Certificate]:
-    """Return the verified certificates by their windows."""
-    known = [public_key(contents(path), path) for path in public_keys]
-    found = sorted((verified(contents(file), file, known) for file in files), key=lambda each: each.since)
-    for before, after in itertools.pairwise(found):
-        check_chain(before, after)
-    return found
 
 
 def _check_files(chain: Sequence[Certificate], kind: str, folder: Path) -> None:
     """Check that the files in a folder are those that certificates name, and that their folders have no others."""
     named: dict[str, str] = {}
     for certificate in chain:
-        for name, digest in certificate.inputs(kind).items():
+        for path, digest in certificate.files.items():
+            name = path.removeprefix(kind)
+            if name == path:
+                continue
             if not (folder / name).is_file():
                 raise OutboxError(f"{folder} lacks {name}, which {certificate.where} names")
             if named.get(name) != digest and hashlib.sha256(contents(folder / name)).hexdigest() != digest:
                 raise OutboxError(f"{folder}/{name} was changed since {certificate.where}")
             named[name] = digest
-    for parent in {_run_folder(name) for name in named}:
+    # No file may be added to the run of an archived file, or to the folder of a received one.
+    for parent in {"/".join(name.split("/")[:-1][:2]) for name in named}:
         for file in (folder / parent).rglob("*"):
             name = str(file.relative_to(folder))
             if name not in named and file.is_file() and not _NO_INPUTS.search(name):
                 raise OutboxError(f"{folder}/{name} was added since {chain[-1].where}")
-
-
-def _run_folder(name: str) -> str:
-    """Return the folder in which no file may be added: the run of an archived file, or that of a received file."""
-    return "/".join(name.split("/")[:-1][:2])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox._version import __version__
@@ -117,7 +117,9 @@ class Certifier:
         live, kept = (each.withColumn("ended", f.coalesce("sent_at", "cancelled_at")) for each in (table, archived))
         ended = f.col("ended") < f.lit(self._end)
         named = kept.where(ended)
-        if lacking := live.where(self._of_window() & ended).join(named, [*task, "ended"], "left_anti").count():
+        created = f.col("created_at")
+        due = live.where((created >= f.lit(self._since)) & (created < f.lit(self._until)) & ended)
+        if lacking := due.join(named, [*task, "ended"], "left_anti").count():
             raise OutboxError(
                 f"{self._settings.archive} lacks {counted(lacking, 'task')} of the window, sent or cancelled before "
                 f"{shown(self._end)}. Use the complete archive"
@@ -126,10 +128,6 @@ class Certifier:
         unsent = later.join(named.where("sent_at IS NOT NULL"), task, "left_anti")
         as_of_end = unsent.withColumns({"sent_at": nothing, "cancelled_at": nothing})
         return [each.select(*archived.columns) for each in (named, as_of_end)]
-
-    def _of_window(self) -> Column:
-        created = f.col("created_at")
-        return (created >= f.lit(self._since)) & (created < f.lit(self._until))
 
     def issue(self, rows: DataFrame, rules: transforms.Rules, done: Mapping[str, Any]) -> tuple[str, str]:
         """Sign and write the certificate, and return its digest and first line. Raises OutboxError."""

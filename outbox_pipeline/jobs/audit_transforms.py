@@ -165,7 +165,6 @@ def _bounded(sendings: DataFrame) -> DataFrame:
 
 
 def _ended() -> Column:
-    """Return when a task was sent or cancelled."""
     return f.coalesce("sent_at", "cancelled_at")
 
 

@@ -171,17 +171,21 @@ def read(
 def _headers(lines: DataFrame, *, multi_line: bool) -> dict[str, list[str]]:
     """Return the columns of each CSV file. Raises OutboxError if a value has a line break that is not announced.
 
-    Spark would divide the value while it divides the file.
+    Spark would divide the value while it divides the file. In a file of one column, a footer of psql looks like a row.
     """
     text = f.col("value").cast("string")
     broken = f.lit(None) if multi_line else f.when(text.rlike(_OPEN), f.substring(text, 1, 80))
     first = f.when((f.col("begin") == 0) & text.rlike(r"\S"), f.substring("value", 1, 100_000))
-    found = lines.groupBy("file").agg(
-        f.first(first, ignorenulls=True).alias("head"), f.first(broken, ignorenulls=True).alias("line")
-    )
+    found = lines.withColumn("place", f.monotonically_increasing_id()).groupBy("file").agg(
+        f.first(first, ignorenulls=True).alias("head"), f.first(broken, ignorenulls=True).alias("line"),
+        f.max_by(f.substring(text, 1, 30), f.struct("begin", "place")).alias("last"), f.count(f.lit(1)).alias("count"),
+    )  # fmt: skip
     heads = {}
-    for file, head, line in sorted(found.collect()):
+    for file, head, line, last, count in sorted(found.collect()):
         heads[file] = header(file, head and bytes(head))
+        rows = count - 2
+        if len(heads[file]) == 1 and last.rstrip("\r") == ("(1 row)" if rows == 1 else f"({rows} rows)"):
+            raise OutboxError(f"{file}: the last line {last!r} is a footer of psql. Write the file with psql --csv")
         if line is not None:
             raise OutboxError(
                 f"{file}: a value has a line break, or quotes that are not closed, in the line {line!r}. If values "

@@ -74,7 +74,6 @@ def _expressions(given: DataFrame, select: str) -> Any:
 
 
 def _used(value: Any) -> Iterator[str]:
-    """Yield the names of the columns that an expression of Spark uses."""
     found = value.references().toSeq()
     yield from (found.apply(number).name() for number in range(found.size()))
 

@@ -91,13 +91,20 @@ def run(
         return _dry_run(_selected(spark, selection, now))
     begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
     _info(f"Replay {begun.id} of {as_json(asdict(selection))} begins")
-    tasks = _selected(spark, selection, begun.started_at)
-    done = _replay(tasks, table, settings, selection, begun.started_at)
-    left = sum(done.get(name, 0) for name in ("cancelled", "replaced", "refused"))
-    operations.end(table, begun.id, Tasks=done["selected"] - left)
+    parts, rate = divided(spark, settings.max_rows_per_second)
+    rows = in_order_of_commits(_selected(spark, selection, begun.started_at), parts)
+    if selection.to:
+        rows = rows.select("Id", "OrderingKey", "Data", "CreatedAt")
+        counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, settings, table.pubsub, selection.to, rate))
+    else:
+        rows = rows.select(*ARCHIVED_COLUMNS)
+        counts = totals(map_rows(rows, _COUNTS, replay_rows, settings, begun.started_at, rate))
+    selected = sum(counts.values())
+    left = sum(counts.get(name, 0) for name in ("cancelled", "replaced", "refused"))
+    operations.end(table, begun.id, Tasks=selected - left)
     told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
     _info(f"Replay {begun.id} finished{told}")
-    return {"replay_id": begun.id, **done}
+    return {"replay_id": begun.id, "selected": selected, **counts}
 
 
 def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
@@ -137,7 +144,6 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
 
 
 def _dry_run(tasks: DataFrame) -> dict[str, Any]:
-    """Count the selected tasks and return some of them."""
     # Persist, so that the archive is read once for both results.
     tasks = tasks.select("Id", "Topic", "SentAt").persist()
     topics = collected(tasks.groupBy("Topic").count().orderBy(f.desc("count"), "Topic"))
@@ -148,21 +154,6 @@ def _dry_run(tasks: DataFrame) -> dict[str, Any]:
         "topics": {row["Topic"]: row["count"] for row in topics[:TOPICS]},
         "sample": [{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
     }
-
-
-def _replay(
-    tasks: DataFrame, table: Table, settings: ReplaySettings, selection: ReplaySelection, started_at: datetime
-) -> dict[str, int]:
-    """Make the selected tasks unsent, and insert those that are gone. Or publish them."""
-    parts, rate = divided(tasks.sparkSession, settings.max_rows_per_second)
-    rows = in_order_of_commits(tasks, parts)
-    if selection.to:
-        rows = rows.select("Id", "OrderingKey", "Data", "CreatedAt")
-        counts = totals(map_rows(rows, _COUNTS_TO, publish_rows, settings, table.pubsub, selection.to, rate))
-    else:
-        rows = rows.select(*ARCHIVED_COLUMNS)
-        counts = totals(map_rows(rows, _COUNTS, replay_rows, settings, started_at, rate))
-    return {"selected": sum(counts.values()), **counts}
 
 
 def _selected(spark: SparkSession, given: ReplaySelection, started_at: datetime) -> DataFrame:

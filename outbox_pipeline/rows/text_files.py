@@ -153,7 +153,6 @@ def _quoted(text: str) -> Iterator[bool]:
 
 
 def _readable(text: str) -> str:
-    """Return a line as a text that can be written."""
     return text if is_text(text) else REPLACED + text.encode("utf-8", "surrogateescape").decode(errors="replace")
 
 

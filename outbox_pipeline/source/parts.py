@@ -248,7 +248,6 @@ def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) 
 
 
 def _batches(rows: Iterable[Sequence[Any]], names: Sequence[str]) -> Iterator[Columns]:
-    """Collect rows into batches of columns."""
     data = names.index("Data") if "Data" in names else None
     sizes = names.index("Bytes") if "Bytes" in names else None
 

@@ -196,7 +196,6 @@ REFUSED: dict[str, tuple[Callable[[Place], object], dict[str, str], str]] = {
     "the archive begins later": (NOTHING, {"since": "2026-10-19"}, "The archive begins at 2026-10-20"),
     "the window is open": (NOTHING, {"since": "2026-10-22", "until": "2026-10-23"}, "is open: the archive must reach"),
     "a received file ends early": (_cut, {}, "has 1 unreadable line, as a file that ends early"),
-    "the key is missing": (NOTHING, {"key_file": "none"}, "none cannot be read"),
     "there is no key": (NOTHING, {"key_file": ""}, "needs --archive, --received, and either --key-file or --kms-key"),
     "the one before is missing": (NOTHING, {"previous": "none.json"}, "--previous none.json does not exist"),
 }

@@ -1,4 +1,4 @@
-"""`register`: one Spark task on a fake table that is compared with the emulator, and the job on Spark."""
+"""`register`: one Spark task without Spark, and the job."""
 
 import base64
 import dataclasses
@@ -10,13 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
-from outbox.registration import TASK_COLUMNS
 from outbox_pipeline import Registered
 from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs import register as job
@@ -25,8 +23,8 @@ from outbox_pipeline.rows.texts import task_id
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark import spark_tasks
 from outbox_pipeline.spark.spark_tasks import Pace
-from tests.support.operations import Watch, rows_of
-from tests.support.pipeline import Case, FakeTable, FakeTime, counts, fail_after_writes, rejects, row, rows
+from tests.support.operations import Watch, rows_of, update
+from tests.support.pipeline import Case, FakeTime, counts, fail_after_writes, rejects, row, rows
 
 TAG = "outbox-pipeline-register"
 
@@ -61,34 +59,15 @@ def plain(*ids: str) -> list[dict[str, Any]]:
     return [row(task_id=id) for id in ids]
 
 
-def test_the_fake_table_behaves_like_the_real_one(target: DatabaseSettings, database: Database):
-    """An insert writes all rows or none. A read returns the existing rows only, with unchanged Data."""
-    data = base64.b64encode(b"abcd")
+@pytest.fixture
+def table(target: DatabaseSettings) -> mock.Mock:
+    """The table, which records its calls."""
+    return mock.Mock(wraps=open_table(target))
 
-    def story(table: Any) -> list[Any]:
-        def made(*names: str, topic: str = "orders") -> list[tuple[Any, ...]]:
-            return [(id, topic, data, 7, "k", 1, COMMIT_TIMESTAMP, None, None, False) for id in names]
 
-        seen = ("Id", "Topic", "Data", "OrderingKey")
-        began = table.now()
-        told: list[Any] = [table.read_ids(seen, ["a", "b"], TAG)]
-        told += [
-            table.insert(TASK_COLUMNS, made("a", "b"), TAG),
-            table.insert(TASK_COLUMNS, made("c", "b", topic="x"), TAG),
-        ]
-        told += [
-            table.insert(TASK_COLUMNS, made("d", "d"), TAG),
-            sorted(table.read_ids(seen, ["d", "b", "c", "a"], TAG)),
-        ]
-        [[created], [other]] = table.read_ids(("CreatedAt",), ["a", "b"], TAG)
-        told += [created == other, created >= began, table.insert(TASK_COLUMNS, made("c"), TAG), created < table.now()]
-        [[second]] = table.read_ids(("CreatedAt",), ["c"], TAG)
-        return [*told, second > created]
-
-    real = story(open_table(target))
-    assert real == story(FakeTable())
-    assert real == [[], True, False, False, [["a", "orders", data, "k"], ["b", "orders", data, "k"]], *[True] * 5]
-    assert sorted(rows_of(database)) == ["a", "b", "c"]
+def inserted(table: mock.Mock) -> list[list[str]]:
+    """Return the IDs of each insert."""
+    return [[each[0] for each in call.args[1]] for call in table.insert.call_args_list]
 
 
 def test_every_request_has_low_priority_and_a_tag(database: Database):
@@ -108,20 +87,15 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
 
 
 @pytest.mark.parametrize("older", [True, False])
-def test_the_writer_reads_again_after_a_collision(older: bool):
+def test_the_writer_reads_again_after_a_collision(older: bool, table: mock.Mock):
     """CreatedAt of an existing task tells whether this job registered it."""
-    table = FakeTable()
     made = writer(table, *plain(*ids(REGISTER_ROWS)))
-    began = made.began
-    other = writer(table)
-    if older:
-        table.time = began - timedelta(days=1)
-    add(other, *plain(*ids(3, REGISTER_ROWS + 5)))
-    table.time += timedelta(days=2)
-    table.calls.clear()
+    writer(table, *plain(*ids(3, REGISTER_ROWS + 5)))
+    made.began += timedelta(days=older)
+    table.reset_mock()
     add(made, *plain(*ids(REGISTER_ROWS, REGISTER_ROWS)), flush=False)
-    counted = [(kind, len(ids)) for kind, ids in table.calls]
-    assert counted == [("insert", REGISTER_ROWS), ("look", REGISTER_ROWS), ("insert", REGISTER_ROWS - 3)]
+    assert [name for name, _, _ in table.method_calls] == ["insert", "read_ids", "insert"]
+    assert list(map(len, inserted(table))) == [REGISTER_ROWS, REGISTER_ROWS - 3]
     assert answered(made) == ((2 * REGISTER_ROWS - 3, 3, 0) if older else (2 * REGISTER_ROWS, 0, 0), [])
 
 
@@ -135,81 +109,75 @@ SAME = (
 )  # fmt: skip
 
 
-def test_rows_are_compared_with_the_task_in_the_table_and_not_with_a_rejected_row():
+def test_rows_are_compared_with_the_task_in_the_table_and_not_with_a_rejected_row(table: mock.Mock):
     """In whatever chunks they are."""
-    exists = "task 'one' exists with another message, topic or ordering key"
-    twice = "task ID 'one' occurs twice, with different messages, topics or ordering keys"
-    for flush in (False, True):
-        table = FakeTable()
-        writer(table, row(data=b"zero"))
+    for id, flush in (("a", False), ("b", True)):
+        writer(table, row(task_id=id, data=b"zero"))
         made = writer(table)
         for data in (b"one", b"one", b"zero", b"zero", b"one"):
-            add(made, row(data=data), flush=flush)
+            add(made, row(task_id=id, data=data), flush=flush)
         made.flush()
+        exists = f"task '{id}' exists with another message, topic or ordering key"
+        twice = f"task ID '{id}' occurs twice, with different messages, topics or ordering keys"
         assert answered(made) == ((0, 1, 1), [exists, exists, twice])
 
 
 @pytest.mark.parametrize("where", ["in the table", "in its group", "at the end of the group before"])
-def test_a_different_task_of_the_same_id_is_rejected(where: str):
-    base = {"attributes": {"a": "1"}}
-    for other, refused in [(each, True) for each in OTHERS] + [(each, False) for each in SAME]:
-        table = FakeTable()
+def test_a_different_task_of_the_same_id_is_rejected(where: str, table: mock.Mock, database: Database):
+    for n, other in enumerate((*OTHERS, *SAME)):
+        base, refused = row(task_id=f"{n}", attributes={"a": "1"}), n < len(OTHERS)
         made = writer(table)
-        made.add(row(**base))
+        made.add(base)
         if where != "in its group":
             made.flush()
         if where == "in the table":
             made = writer(table)
-        add(made, row(**(base | other)))
+        add(made, base | other)
         counted, reasons = answered(made)
         first = 0 if where == "in the table" else 1
         assert counted == (first, int(not refused and not first), int(not refused and bool(first))), other
-        reason = "task ID 'one' occurs twice, with different messages, topics or ordering keys"
+        reason = f"task ID '{n}' occurs twice, with different messages, topics or ordering keys"
         if where == "in the table":
-            reason = "task 'one' exists with another message, topic or ordering key"
+            reason = f"task '{n}' exists with another message, topic or ordering key"
         assert reasons == [reason] * refused, other
-        assert len(table.rows) == 1
+    assert len(rows_of(database)) == n + 1
 
 
-def test_serialization_does_not_matter_for_equality():
+def test_serialization_does_not_matter_for_equality(table: mock.Mock, database: Database):
     """Attributes of a message have no order. Data that is not a message is a different task."""
-    table = FakeTable()
     writer(table, row(attributes={"a": "1", "b": "2"}))
-    [stored] = table.rows.values()
-    message = RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
+    message = message_of(rows_of(database)["one"])
     parts = [RawPubsubMessage(data=message.data)]
     parts += [RawPubsubMessage(attributes={name: message.attributes[name]}) for name in sorted(message.attributes)]
     spellings = {b"".join(part.SerializeToString() for part in order) for order in (parts, parts[::-1])}
     assert len(spellings) == 2
     for data, there in [*((each, 1) for each in spellings), (b"\xff", 0)]:
-        stored["Data"] = base64.b64encode(data)
+        update(database, "one", Data=base64.b64encode(data))
         again = writer(table, row(attributes={"b": "2", "a": "1"}))
         assert answered(again)[0] == (0, there, 0), data
 
 
-def test_chunks_have_max_rows_and_max_bytes():
+def test_chunks_have_max_rows_and_max_bytes(table: mock.Mock):
     """A message of 9 MB ends its chunk, and the next message is in another commit."""
     sizes = [9_000_000, 10, 10, 9_000_000, COMMIT_BYTES // 4, COMMIT_BYTES // 4, COMMIT_BYTES // 4, 10, 10]
-    table = FakeTable()
     made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
-    inserts = [given for kind, given in table.calls if kind == "insert"]
-    assert inserts == [["0"], ["1", "2", "3"], ["4", "5", "6"], ["7", "8"]]
+    assert inserted(table) == [["0"], ["1", "2", "3"], ["4", "5", "6"], ["7", "8"]]
     assert answered(made) == ((9, 0, 0), [])
 
 
-def test_a_rate_is_a_limit_at_each_time(monkeypatch: pytest.MonkeyPatch):
+def test_a_rate_is_a_limit_at_each_time(monkeypatch: pytest.MonkeyPatch, table: mock.Mock):
     """The first chunk waits, too, and a job that was slower than the rate does not catch up."""
     time = FakeTime()
     monkeypatch.setattr(spark_tasks, "time", time)
-    made = writer(FakeTable(), pace=Pace(50.0))
+    made = writer(table, pace=Pace(50.0))
     for start, passes, slept in ((0, 0, 1.0), (50, 0, 1.0), (100, 0.5, 0.5), (150, 10, 0), (200, 0, 1.0)):
         time.now += passes
         add(made, *plain(*ids(50, start)), flush=False)
         assert time.slept[-1] == slept
     assert answered(made)[0] == (250, 0, 0)
-    assert answered(writer(FakeTable(), *plain(*ids(2 * REGISTER_ROWS))))[0] == (2 * REGISTER_ROWS, 0, 0)
+    assert answered(writer(table, *plain(*ids(2 * REGISTER_ROWS, 250))))[0] == (2 * REGISTER_ROWS, 0, 0)
     assert len(time.slept) == 5, "without a rate"
-    add(writer(FakeTable(), pace=Pace(4 / 16)), *plain("a", "b"), flush=False)
+    add(writer(table, pace=Pace(4 / 16)), *plain("a", "b"), flush=False)
     assert time.slept[5:] == [4.0, 4.0], "the share of a Spark task is below 1"
 
 

@@ -179,6 +179,7 @@ def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
     "broken",
     ['orders,"x\ny"', '"""\n",orders', 'orders,"{\n ""a"": 1}"', '"x\r\ny",orders', '"' + '""' * 100_000 + '\n",orders',
      '"a\\"",orders', '"open,orders'],
+    ids=lambda broken: broken[:9],  # a variable of the environment has the whole ID
 )  # fmt: skip
 def test_a_line_break_in_a_value_of_csv_is_refused(spark: SparkSession, tmp_path: Path, broken: str):
     """With --multi-line, quotes that are not closed lose no row without a reject."""
@@ -241,6 +242,20 @@ def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Pa
     assert read(spark, f"{tmp_path}/nothing.jsonl", "auto").collect() == []
     with pytest.raises(OutboxError, match=r"nothing\.csv is empty"):
         read(spark, f"{tmp_path}/nothing.csv", "auto")
+
+
+def test_a_footer_of_psql_is_no_row(spark: SparkSession, tmp_path: Path):
+    """In a file of more columns, it has too few values. A row may have such a text anywhere else."""
+    path = tmp_path / "rows.csv"
+    for text in ("(0 rows)", "a\n(1 row)", "a\r\n(2 rows)\r\n(2 rows)\r\n"):
+        path.write_bytes(f"data\n{text}".encode())
+        for select in ("", "*"):
+            with pytest.raises(OutboxError, match=r"rows\.csv: the last line '\(\d rows?\).*' is a footer of psql"):
+                read(spark, str(path), "csv", topic="orders", select=select)
+    for rows in (["(1 row)"], ["(2 rows)", "b"], ["a", "(2 rows)"], ["a", '"(1 row)"'], ["a", "x (1 row)"]):
+        path.write_text("\n".join(["data", *rows]))
+        found = [bytes(each.data).decode() for each in read_rows(spark, path, topic="orders")]
+        assert found == [each.strip('"') for each in rows]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])

@@ -3,13 +3,12 @@
 import base64
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
@@ -171,38 +170,6 @@ def received(id: str, at: datetime, body: bytes = b"data", **attributes: str) ->
         "data": base64.b64encode(body).decode(),
         "attributes": json.dumps({TASK_ID_ATTRIBUTE: id, **attributes}),
     }
-
-
-class FakeTable:
-    """The rows of a table as `Writer` meets them; the contract tests hold it to the emulator."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        #: What was asked: ("look" or "insert", the ids).
-        self.calls: list[tuple[str, list[str]]] = []
-        self.time = datetime(2026, 1, 1, tzinfo=UTC)
-
-    def now(self) -> datetime:
-        self.time += timedelta(microseconds=1)
-        return self.time
-
-    def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], _tag: str) -> bool:
-        created = [dict(zip(columns, each, strict=True)) for each in rows]
-        ids = [each["Id"] for each in created]
-        self.calls.append(("insert", ids))
-        if self.rows.keys() & set(ids) or len(set(ids)) < len(ids):
-            return False
-        committed = self.now()
-        for each in created:
-            if each["CreatedAt"] == COMMIT_TIMESTAMP:
-                each["CreatedAt"] = committed
-            self.rows[each["Id"]] = each
-        return True
-
-    def read_ids(self, columns: Sequence[str], ids: Iterable[str], _tag: str) -> list[list[Any]]:
-        asked = list(ids)
-        self.calls.append(("look", asked))
-        return [[self.rows[id][column] for column in columns] for id in asked if id in self.rows]
 
 
 def meddle(monkeypatch: pytest.MonkeyPatch, table: Table, change: Callable[[], None]) -> None:
