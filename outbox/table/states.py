@@ -1,6 +1,6 @@
 """The states of a task. Only this file defines them: in SQL and for Arrow.
 
-docs/reference/schema.md shows the columns in each state.
+docs/guide/delivery.md shows the columns in each state.
 """
 
 from collections.abc import Mapping
