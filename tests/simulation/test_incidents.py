@@ -34,10 +34,10 @@ class Incident:
     extended: bool = True
 
     def row(self) -> str:
-        """Return the row of the table."""
-        severities = ((name, severity(name)) for name in self.alerts.split())
-        alerts = ", ".join(f"{each} `{name}`" for name, each in sorted(severities, key=lambda pair: pair[1]))
-        perhaps = "".join(f", perhaps `{name}`" for name in self.perhaps.split())
+        """Return the row of the table, in which pages are bold and first, and what may follow is in brackets."""
+        names = self.alerts.split()
+        alerts = ", ".join(sorted(f"**`{name}`**" if severity(name) == "page" else f"`{name}`" for name in names))
+        perhaps = "".join(f" (`{name}`)" for name in self.perhaps.split())
         sentence = f"*{self.sentence}*" if self.sentence else "-"
         return f"| {self.title} | {alerts + perhaps or 'none'} | {sentence} | `{self.command}` |"
 
@@ -59,7 +59,7 @@ def crash(stage: Stage) -> None:
     stage.every(200, lambda: stage.kill(stage.nodes[0]), times=6)
 
 
-SILENT = "No heartbeat since ..., of 2 workers: either they stopped, or Spanner refuses their writes. Pending: ..."
+SILENT = "No heartbeat since ..., of 2 workers: ..."
 CHECK, WORKERS = "publishworker check orders", "outbox workers --check"
 DENIED, MISSING, AWAY = StatusCode.PERMISSION_DENIED, StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE
 INCIDENTS = [

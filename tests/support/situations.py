@@ -172,7 +172,6 @@ SITUATIONS: dict[str, dict[str, Sequence[Step]]] = {
         "Resend to another topic": [*SENT_AND_DEAD, topics("orders-billing")],
         "Retry by SQL": SENT_AND_DEAD,
         "Purge and cancel": A_DAY,
-        "Restore": A_DAY,
         "Operations": A_DAY,
     },
     "topics.md": {

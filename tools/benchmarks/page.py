@@ -16,7 +16,7 @@ Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too,
 
 `make bench` and `make bench-pipeline` write this page. `python -m tools.benchmarks` with the flag at the end of a
 section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each
-round, and the limits that the figures should keep. A section names each limit that is not kept.
+round and the limits. A section names each limit that is not kept.
 
 Unless a section says otherwise: {where}.
 """
