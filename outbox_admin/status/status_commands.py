@@ -270,7 +270,7 @@ def _card(problem: "admin.status.problems.Problem", options: argparse.Namespace)
     by = problem.by
     yield cell(problem.text)
     who = f"by {by.principal}{f': {by.reason}' if by.reason else ''}" if by else ""
-    since = f"since {problem.since:%Y-%m-%d %H:%M}" if problem.since else ""
+    since = f"since {problem.since:%Y-%m-%d %H:%M} UTC" if problem.since else ""
     if since or who:
         yield f"    {cell(', '.join(filter(None, [since, who])))}"
     yield from (f"    {cell(effect)}" for effect in problem.effects)

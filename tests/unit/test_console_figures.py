@@ -205,7 +205,7 @@ LATENESS = "orders is late: its oldest task has waited 14m"
             "No live worker, so no task is published. Pending: 15 tasks": [
                 *(LATENESS.replace("orders", name) for name in "abc"), "2 more topics late"]}),
         ({"lines": [OLD], "workers": (), "silent": [silent(20), silent(80), *[silent(600)] * 2]}, "bad", {
-            f"No heartbeat since 2026-11-26 11:59:40, of 1 worker: {EITHER}. Pending: 3 tasks": [LATENESS]}),
+            f"No heartbeat since 2026-11-26 11:59:40 UTC, of 1 worker: {EITHER}. Pending: 3 tasks": [LATENESS]}),
         ({"silent": [silent(80)] * 2}, "ok", {}),
         ({"silent": [silent(4_000), *[silent(600)] * 3]}, "warn", {
             "3 workers died within the hour, the last one 10m ago: worker-600": []}),
