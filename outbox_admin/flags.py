@@ -44,7 +44,6 @@ class HelpFormatter(Formatter):
 
 
 def _own(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
-    """Leave out the global options."""
     names = {field.name for field in fields_of(DatabaseSettings)}
     return [action for action in actions if action.dest not in names]
 

@@ -124,7 +124,7 @@ def _note_holds(
     controls = task_table.controls() if topics else {}
     workers = admin.rows.workers.live(task_table, at) if topics else []
     for topic in topics:
-        if hold := admin.status.problems.hold(workers, topic, at, controls.get(topic)):
+        if hold := admin.problems.hold(workers, topic, at, controls.get(topic)):
             note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 
 

@@ -83,7 +83,6 @@ def preview(
 
 
 def _unsent(table: TaskTable, topics: Sequence[str], *, exact: bool) -> Count:
-    """Return the number of unsent tasks of some topics, of all states."""
     now = table.now()
     wanted = (TaskSelection(state=state, topic=topic, as_of=now) for topic, state in itertools.product(topics, UNSENT))
     counts = [selected.count(table, each, exact=exact) for each in wanted]
@@ -189,7 +188,6 @@ def _write(
 
 
 def _require_rows(before: Mapping[str, TopicControls], topics: Iterable[str]) -> None:
-    """Raise OutboxError if one of the topics has no row."""
     if missing := [topic for topic in topics if topic not in before]:
         paused = [topic for topic, row in before.items() if row.paused]
         hints = "".join(did_you_mean(topic, paused) for topic in missing)

@@ -156,7 +156,7 @@ def _write(
     if found.unchecked:
         note(found.unchecked)
     if options.dry_run:
-        _print_difference(options, found.difference, unsent=unsent)
+        _print_change(options, found.difference, unsent=unsent)
         if unsent and not options.json:
             say(f"{unsent} of {topics[0]} would be published to {to}")
         return
@@ -185,7 +185,7 @@ def run_topics(options: argparse.Namespace) -> None:
             {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
             for topic, row, line in topics
         ]
-        circuits = admin.status.live_workers.open_circuits(backlog.workers)
+        circuits = admin.live_workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
         listed = [((topic, described(row)), line) for topic, row, line in topics]
@@ -221,7 +221,7 @@ def run_apply(options: argparse.Namespace) -> None:
     if unchecked := admin.editing.check_destinations(table, destinations):
         note(unchecked)
     difference = admin.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
-    changed = _print_difference(options, difference)
+    changed = _print_change(options, difference, of_file=True)
     would = "would be " if options.dry_run else ""
     if not options.json:
         say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
@@ -233,29 +233,25 @@ def _print_change(
     options: argparse.Namespace,
     difference: "admin.editing.Difference",
     switched: str = "",
-    **more: "admin.rows.backlog.Count | None",
-) -> None:
-    """Print the difference, or the rows after the change. `switched` says what has become of them."""
-    if options.json or options.dry_run:
-        _print_difference(options, difference, switched, **more)
-        return
-    for topic, (_, row) in difference.items():
-        say(f"{topic}: {described(row, switched)}")
-
-
-def _print_difference(
-    options: argparse.Namespace,
-    difference: "admin.editing.Difference",
-    switched: str = "",
-    **more: "admin.rows.backlog.Count | None",
+    *,
+    unsent: "admin.rows.backlog.Count | None" = None,
+    of_file: bool = False,
 ) -> int:
-    """Print the rows that change, with `more` fields of the JSON object, and return their number."""
+    """Print the rows of topics after a change, or what changes. Return the number of those that change.
+
+    `switched` says what has become of the topics. The JSON object also has the `unsent` tasks. Of a file, which may
+    have many topics, print only what changes.
+    """
     changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
     if options.json:
-        fields = {name: dataclasses.asdict(count) for name, count in more.items() if count}
-        say(as_json({"dry_run": options.dry_run, **admin.editing.recorded(changed), **fields}))
-    for topic, (before, after) in sorted(() if options.json else changed.items()):
-        say(f"{topic}: {described(before)} -> {described(after, switched)}")
+        count = {"unsent": dataclasses.asdict(unsent)} if unsent else {}
+        say(as_json({"dry_run": options.dry_run, **admin.editing.recorded(changed), **count}))
+    elif options.dry_run or of_file:
+        for topic, (before, after) in sorted(changed.items()):
+            say(f"{topic}: {described(before)} -> {described(after, switched)}")
+    else:
+        for topic, (_, row) in difference.items():
+            say(f"{topic}: {described(row, switched)}")
     return len(changed)
 
 

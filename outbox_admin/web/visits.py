@@ -26,10 +26,10 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -137,45 +137,16 @@ def checked(kind: SettingType, text: str, field: str) -> Any:
         raise Refused(400, "A field has a wrong value", advice, field) from None
 
 
-class Offered(Protocol):
-    """An action, as a page that offers it needs it."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the change."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Return the states of the tasks that it is for."""
-
-    def suits(self, task: Any) -> bool:
-        """Tell whether the action is for this task."""
-
-
-class Background(Protocol):
-    """The operations that this console executes."""
-
-    @property
-    def errors(self) -> Mapping[str, str]:
-        """Return why the last chunk of an operation failed."""
-
-    @property
-    def ids(self) -> Collection[str]:
-        """Return the operations that run."""
-
-    def start(self, id: str) -> None:
-        """Execute an operation on a thread of its own."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Console:
     """What all visits share."""
 
     table: TaskTable
-    running: Background
+    #: The `Running` of changes/running.py, and what people may do with tasks: each an `Action` of
+    #: changes/change_pages.py. Both are above this module.
+    running: Any
     status: Shared
-    #: What people may do with tasks.
-    actions: Sequence[Offered]
+    actions: Sequence[Any]
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
     is_production: bool

@@ -88,8 +88,10 @@ function showTimes() {
     const time = new Date(each.getAttribute("datetime") ?? each.dataset.time);
     if (Number.isNaN(time.getTime())) continue; // the text stays
     const [day, clock] = [time.toLocaleDateString("sv"), time.toLocaleTimeString("sv")];
-    each.dataset.utc ??= each.dataset.time || !each.querySelector(".copied") ? each.textContent : "";
-    if (each.dataset.utc) each.textContent = !isLocal ? each.dataset.utc : each.dataset.utc.length < 6 ? clock.slice(0, 5) : `${day} ${clock} ${zone()}`;
+    const part = each.querySelector(".copied") ?? each;
+    const utc = (part.dataset.utc ??= part.textContent);
+    const local = utc.length < 6 ? clock.slice(0, 5) : utc.replace(/\d{4}-.* UTC/, `${day} ${clock} ${zone()}`);
+    part.textContent = isLocal ? local : utc;
     if (each.tagName === "TIME") each.title = `${time.toISOString().slice(0, 19).replace("T", " ")} UTC, ${day} ${clock} here`;
   }
   for (const each of document.querySelectorAll("[data-zone]")) each.textContent = zone();
