@@ -131,15 +131,16 @@ def _time_line(task: Task, operations: Iterable[Operation]) -> list[tuple[dateti
         for name in names
         if columns[name] and not is_dead(columns[name]) and (name != "DueAt" or columns[name] != columns["CreatedAt"])
     ]
+    how = "sent" if by is None else "cancelled" if by != APPLICATION else "cancelled by an application"
     if columns["SentAt"]:
-        how = "sent" if by is None else "cancelled" if by != APPLICATION else "cancelled by an application"
         line.append((columns["SentAt"], how, None if by == APPLICATION else by))
     # A view changes nothing, and a task that was purged is gone.
     retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
     relations = ((each, _relation(each, columns)) for each in retries)
-    changes = [(each.started_at, f"{how}: retry by {each.principal}", each.id) for each, how in relations if how]
+    changes = [(each.started_at, f"{what}: retry by {each.principal}", each.id) for each, what in relations if what]
     line = sorted([*line, *changes], key=lambda event: event[0])
-    place = next((at for at, event in enumerate(line) if event[0] > task.as_of or event[1] == next_one), len(line))
+    later = (at for at, (time, what, _) in enumerate(line) if time > task.as_of or what in (next_one, how))
+    place = next(later, len(line))
     failed = [(None, f"{counted(number, 'attempt')} failed, at times that the table does not have", None)]
     return [*line[:place], *(failed if number > 0 else []), *line[place:]]
 

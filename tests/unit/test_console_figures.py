@@ -262,9 +262,7 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
     lines = [dataclasses.replace(OLD, topic=f"topic-{n:03}-of-a-team") for n in range(200)]
     backlog = Backlog(NOON, (WORKER,), lines)
     problems = find(backlog, orphans=[], controls={}, changed_by={}, blocked=())
-    monkeypatch.setattr(
-        admin.problems, "read", lambda *_args, **_more: status(backlog=backlog, problems=problems)
-    )
+    monkeypatch.setattr(admin.problems, "read", lambda *_args, **_more: status(backlog=backlog, problems=problems))
     options = argparse.Namespace(json=False, topics=None)
     everything = status_commands._rendered(mock.Mock(), backlog, options).splitlines()
     assert len(everything) > 200
