@@ -75,7 +75,7 @@ class Report:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run_operations)
+    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, _run_operations)
     kind = one_of(*OPERATION_NAMES)
     text = "Only operations with this name: {}"
     flags.add(parser, "--operation", kind, text, metavar="NAME", choices=OPERATION_NAMES)
@@ -93,8 +93,7 @@ def add(commands: Any) -> None:
     flags.add_reason(continuing)
 
 
-def run_operations(options: argparse.Namespace) -> None:
-    """Print the operations. Raises SettingError, NotReached, OutboxError."""
+def _run_operations(options: argparse.Namespace) -> None:
     task_table = flags.open_table(options)
     now = task_table.now()
     narrowing = {name: vars(options)[name] for name in ("operation", "topic", "principal")}
