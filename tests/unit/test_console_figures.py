@@ -441,3 +441,14 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
         assert 5_000 < len(page) < 64_000, (path, query)
         listed += re.findall(b'row"><a href="/topic.name=([^"]+)', page) if "topics=" in query else []
     assert sorted(listed) == sorted(each.topic.encode() for each in status.backlog.lines)
+
+
+@pytest.mark.parametrize(("number", "is_cut"), [(15, False), (16, True)])
+def test_a_phone_leaves_out_topics_only_if_a_link_leads_to_all(number: int, is_cut: bool) -> None:
+    """The style sheet leaves out those of a table of the class `first`."""
+    whole = crowded()
+    status = dataclasses.replace(whole, backlog=dataclasses.replace(whole.backlog, lines=whole.backlog.lines[:number]))
+    console = bare_console(status=Shared(lambda _last: status))
+    visit = Visit(console=console, person="ann", roles=frozenset(), path="/")
+    page = bytes(next(route.handler for route in routes() if route.path == "/")(visit).body).decode()
+    assert ('class="topics first"' in page, f"All {number} topics" in page) == (is_cut, is_cut)
