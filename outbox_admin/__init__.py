@@ -10,17 +10,21 @@ from outbox import rows
 from outbox.base.start import importer
 
 if TYPE_CHECKING:
-    from outbox_admin import operations, status
+    from outbox_admin import operations
     from outbox_admin.changes import chunks, execution
     from outbox_admin.schema import reshard
+    from outbox_admin.status import last_hour, live_workers, problems
     from outbox_admin.tasks import lookup, selected
     from outbox_admin.topics import editing
 
-__all__ = ["chunks", "editing", "execution", "lookup", "operations", "reshard", "rows", "selected", "status"]
+__all__ = [
+    "chunks", "editing", "execution", "last_hour", "live_workers", "lookup", "operations", "problems", "reshard",
+    "rows", "selected",
+]  # fmt: skip
 __getattr__ = importer(
     __name__,
     {
-        "": "operations status changes.chunks changes.execution schema.reshard tasks.lookup tasks.selected "
-        "topics.editing"
+        "": "operations changes.chunks changes.execution schema.reshard status.last_hour status.live_workers "
+        "status.problems tasks.lookup tasks.selected topics.editing"
     },
 )

@@ -30,12 +30,11 @@ login, and it changes nothing unless you pass --allow-actions.
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "console", "serve the outbox to a browser", DESCRIPTION, run_console)
+    parser = flags.command(commands, "console", "serve the outbox to a browser", DESCRIPTION, _run_console)
     ConsoleSettings.add_flags(parser)
 
 
-def run_console(options: argparse.Namespace) -> None:
-    """Serve until a signal. Raises SettingError, NotReached, OutboxError."""
+def _run_console(options: argparse.Namespace) -> None:
     settings, database = ConsoleSettings.read(vars(options)), DatabaseSettings.read(vars(options))
     try:
         application = _application(settings, database)

@@ -131,7 +131,6 @@ def run_emulators(options: argparse.Namespace) -> int:
 
 
 def _wait(ended: Callable[[], str | None]) -> NoReturn:
-    """Wait until something ends. Raises OutboxError."""
     while (sentence := ended()) is None:
         time.sleep(CHECK_CHILD_SECONDS)
     raise OutboxError(sentence)
@@ -154,7 +153,6 @@ def _create(
 
 
 def _exports(variables: Mapping[str, str]) -> list[str]:
-    """Return the lines that set variables in a shell."""
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 

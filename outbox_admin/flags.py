@@ -44,7 +44,6 @@ class HelpFormatter(Formatter):
 
 
 def _own(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
-    """Leave out the global options."""
     names = {field.name for field in fields_of(DatabaseSettings)}
     return [action for action in actions if action.dest not in names]
 
@@ -63,7 +62,10 @@ def global_flags(text: str) -> argparse.ArgumentParser:
 def command(
     commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int | None] | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command. `run` gets its options and may return an exit code. Without `run`, the command prints its help."""
+    """Add a command. `run` gets its options and may return an exit code. Without `run`, the command prints its help.
+
+    `run` raises SettingError, NotReached, or another OutboxError. `cli.main` prints its sentence.
+    """
     names = listed(field.flag for field in fields_of(DatabaseSettings))
     parents = [global_flags(f"{names}, before or after the command. `outbox --help` describes them.")]
     parser: argparse.ArgumentParser = commands.add_parser(

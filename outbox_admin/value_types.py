@@ -8,9 +8,8 @@ MAX_TOPIC_CHARACTERS = 400
 
 def _text(longest: int) -> SettingType:
     # An argument that is not valid UTF-8 has surrogates.
-    return matching(rf"[^\ud800-\udfff]{{1,{longest}}}", f"1 to {longest} characters of valid Unicode")
+    return matching(rf"[^\ud800-\udfff]{{1,{longest}}}", f"1 to {longest:,} characters of valid Unicode")
 
 
-TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)
-KEY = matching(r"[^\ud800-\udfff]{1,1024}", "1 to 1,024 characters of valid Unicode")
+TOPIC, ID, TEXT, KEY = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000), _text(1_024)
 LIMIT, RATE = whole_number(1, 100_000), whole_number(1, 1_000_000)

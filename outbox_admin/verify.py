@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from operator import methodcaller
 from typing import Any, TypeVar
 
 from google.api_core import exceptions as google
@@ -67,11 +67,6 @@ class Finding:
     plans: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def _write_tasks(batch: Any, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Add the tasks to a batch. A late commit is repeated, so they may exist."""
-    batch.insert_or_update("AsynchronousTasks", columns, rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """The database, into which a check can load `rows` tasks."""
@@ -99,7 +94,7 @@ class Scratch:
                 for number in range(start, min(start + LOAD_ROWS, self.rows))
             ]  # fmt: skip
             # Not an insert, because a late commit is repeated with the same IDs.
-            self._committed(partial(_write_tasks, columns=columns, rows=rows))
+            self._committed(methodcaller("insert_or_update", "AsynchronousTasks", columns, rows))
 
     def _committed(self, write: Callable[[Any], T]) -> T:
         """Commit what a function buffers, again while commits are late, and return its result."""

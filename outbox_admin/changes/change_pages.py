@@ -20,7 +20,7 @@ from outbox.program.settings import MOMENT, matching, resolved, whole_number
 from outbox_admin import operations, value_types
 from outbox_admin.change_kinds import KINDS, why_unchanged
 from outbox_admin.changes import chunks, execution
-from outbox_admin.operations import Author, Operation
+from outbox_admin.operations import Operation
 from outbox_admin.tasks import selected
 from outbox_admin.tasks.lookup import Task
 from outbox_admin.tasks.selections import TaskSelection
@@ -87,14 +87,12 @@ class Action:
         seen = selected.count(visit.console.table, selection, exact=is_destructive)
         if is_destructive and seen.number != count:
             raise Refused(400, "The number is not that of the preview", "Open the preview again.")
+        selection = _resent(visit, selection) if self.name == "resend" else selection
+        _, is_new = execution.begin(visit.console.table, self.name, selection, author, id=id, selected=count)
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
-        if self.begin(visit, selection, author, id=id, selected=count):
+        if is_new:
             visit.console.running.start(id)
         return visit.redirect("/operation", id=id)
-
-    def begin(self, visit: Visit, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
-        """Record the operation. Return False if it exists. Raises Refused, OutboxError."""
-        return execution.begin(visit.console.table, self.name, selection, author, id=id, selected=selected)[1]
 
     def _continue(self, visit: Visit) -> Response:
         operation = _row(visit)
@@ -126,33 +124,29 @@ def _preview_time(visit: Visit) -> datetime:
 
 
 def _check_typed(visit: Visit, count: int) -> None:
-    """Raise Refused unless the person typed the number of the preview."""
     if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
         advice = f"You saw {count:,}. Look at the number below, and type it."
         raise Refused(409, "The typed number is not the number of tasks", advice, "typed")
 
 
-class Resend(Action):
-    """The form also has the topic to publish to, and the rate."""
-
-    def begin(self, visit: Visit, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
-        """See Action."""
-        table, rate = visit.console.table, visit.form.get("rate", "").strip()
-        most = checked(value_types.RATE, rate, "rate") if rate else None
-        try:
-            to, own = visit.form.get("to", "").strip(), "force" in visit.form
-            selection = execution.resend_to(table, selection, to, most, own=own)
-            editing.check_destinations(table, [selection.to], otherwise="")
-        except NotReached:
-            raise
-        except OutboxError as error:
-            raise Refused(400, "The topic cannot be used", str(error), "to") from None
-        return Action.begin(self, visit, selection, author, id=id, selected=selected)
+def _resent(visit: Visit, selection: TaskSelection) -> TaskSelection:
+    """Return what is published where. The form also has the topic to publish to, and the rate."""
+    table, rate = visit.console.table, visit.form.get("rate", "").strip()
+    most = checked(value_types.RATE, rate, "rate") if rate else None
+    try:
+        to, own = visit.form.get("to", "").strip(), "force" in visit.form
+        selection = execution.resend_to(table, selection, to, most, own=own)
+        editing.check_destinations(table, [selection.to], otherwise="")
+    except NotReached:
+        raise
+    except OutboxError as error:
+        raise Refused(400, "The topic cannot be used", str(error), "to") from None
+    return selection
 
 
 ACTIONS = (
     Action("retry", Role.OPERATOR),
-    Resend("resend", Role.OPERATOR),
+    Action("resend", Role.OPERATOR),
     Action("cancel", Role.DESTROYER),
     Action("restore", Role.OPERATOR),
     Action("purge", Role.DESTROYER),

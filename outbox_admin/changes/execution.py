@@ -192,15 +192,12 @@ def _destinations(table: TaskTable, selection: TaskSelection) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Change:
-    """A change of all selected tasks."""
-
     table: TaskTable
     name: str
     selection: TaskSelection
     author: Author
 
     def outcomes(self, progress: Progress) -> Iterator[Outcome]:
-        """Execute the chunks that follow `progress`."""
         tag = f"outbox-{self.name}"
         publish = _publisher(self.table, self.selection) if self.name == "resend" else None
         limits = (self.selection.rate, CHUNK_BYTES) if publish else (None, math.inf)

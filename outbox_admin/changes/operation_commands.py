@@ -75,7 +75,7 @@ class Report:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run_operations)
+    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, _run_operations)
     kind = one_of(*OPERATION_NAMES)
     text = "Only operations with this name: {}"
     flags.add(parser, "--operation", kind, text, metavar="NAME", choices=OPERATION_NAMES)
@@ -93,8 +93,7 @@ def add(commands: Any) -> None:
     flags.add_reason(continuing)
 
 
-def run_operations(options: argparse.Namespace) -> None:
-    """Print the operations. Raises SettingError, NotReached, OutboxError."""
+def _run_operations(options: argparse.Namespace) -> None:
     task_table = flags.open_table(options)
     now = task_table.now()
     narrowing = {name: vars(options)[name] for name in ("operation", "topic", "principal")}
@@ -105,7 +104,12 @@ def run_operations(options: argparse.Namespace) -> None:
             of_json = {"selection": admin.operations.parsed(each.selection), "unchanged": each.unchanged}
             say(as_json({**each._asdict(), **of_json}))
     else:
-        say(f"as of {shown(now)}", _listed(operations) if operations else "No operations.")
+        rows = [
+            [each.id, each.started_at, each.finished_at, each.operation, each.tasks, each.principal,
+             shortened(each.selection), each.reason]
+            for each in operations
+        ]  # fmt: skip
+        say(f"as of {shown(now)}", table(HEADS, rows) if rows else "No operations.")
     for each in operations if not options.json else ():
         if each.operation in KINDS and each.state(now) in ("stopped", "interrupted"):
             note(f"a {each.operation} is {each.state(now)}. To continue it, run: outbox operations continue {each.id}")
@@ -133,15 +137,6 @@ def run_continue(options: argparse.Namespace) -> int:
         operation.selection,
     )
     return 0
-
-
-def _listed(operations: "Sequence[admin.operations.Operation]") -> str:
-    rows = [
-        [each.id, each.started_at, each.finished_at, each.operation, each.tasks, each.principal,
-         shortened(each.selection), each.reason]
-        for each in operations
-    ]  # fmt: skip
-    return table(HEADS, rows)
 
 
 def execute(  # noqa: PLR0917 - the operation, and how to show it

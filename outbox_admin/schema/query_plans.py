@@ -66,7 +66,6 @@ def _of_scan(plan: QueryPlan, scan: PlanNode, forced: list[tuple[str, str]]) -> 
 
 
 def _to_root(plan: QueryPlan, node: PlanNode) -> Iterator[PlanNode]:
-    """Yield a node, the operator that it feeds, and so on."""
     yield node
     for parent in plan.plan_nodes:
         if any(child.index == node.index for child in _inputs(plan, parent)):
@@ -74,7 +73,6 @@ def _to_root(plan: QueryPlan, node: PlanNode) -> Iterator[PlanNode]:
 
 
 def _inputs(plan: QueryPlan, node: PlanNode) -> list[PlanNode]:
-    """Return the operators that feed a node."""
     children = (plan.plan_nodes[link.child_index] for link in node.child_links)
     return [child for child in children if child.kind == PlanNode.Kind.RELATIONAL]
 

@@ -98,7 +98,6 @@ def next_step(snapshot: Snapshot, target: Layout) -> Step | None:
 
 
 def _steps(snapshot: Snapshot, target: Layout) -> Iterator[Step]:
-    """Yield what is left to do, in order."""
     if target not in snapshot.recorded and snapshot.layouts != [target]:
         yield Step("begin", target, f"Record that {target.column} is added", state=BUILDING)
     if not snapshot.is_complete(target):
@@ -249,7 +248,6 @@ class Resharding:
         return id
 
     def _latest(self) -> Change | None:
-        """Return the latest change, if there is one, finished or not."""
         for each in operations.latest(self._table, 10, operation="reshard"):
             match operations.parsed(each.selection):
                 case {"from": int(former), "to": int(target), **more}:

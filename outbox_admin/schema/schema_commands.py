@@ -55,26 +55,26 @@ def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "schema", "print, apply, reshard or split the tables", SCHEMA_DESCRIPTION)
     actions = parser.add_subparsers(metavar="ACTION")
-    printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION, run_print)
+    printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION, _run_print)
     _add_choices(printing, "")
-    applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION, run_apply)
+    applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION, _run_apply)
     _add_choices(applying, "; if the table exists, omit this flag or pass the table's value")
     flags.switch(applying, "--roles", "Also create the missing roles of schema/roles.sql, and execute its grants again")
-    resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION, run_reshard)
+    resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION, _run_reshard)
     choice = resharding.add_mutually_exclusive_group(required=True)
     text = "The new number of shards: {}. To continue, run the command again with the same number"
     flags.add(choice, "--shards", SHARDS, text, metavar="N")
     flags.switch(choice, "--status", "Print the layouts and the next step, and change nothing")
     flags.switch(choice, "--abort", "Return to the former number of shards")
     flags.add_reason(resharding)
-    splitting = flags.command(actions, "splits", "print split points for gcloud", SPLITS_DESCRIPTION, run_splits)
+    splitting = flags.command(actions, "splits", "print split points for gcloud", SPLITS_DESCRIPTION, _run_splits)
     nodes = whole_number(1, 10_000)
     text = "Nodes (1,000 processing units each) that the instance will have: {}"
     flags.add(splitting, "--nodes", nodes, text, metavar="N", required=True)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    # argparse must not fill in the default: if a flag is not given, `run_apply` lets an existing table differ.
+    # argparse must not fill in the default: if a flag is not given, `_run_apply` lets an existing table differ.
     text = f"Number of shards: {{}} (default {ddl.DEFAULT_SHARDS}{otherwise})"
     flags.add(parser, "--shards", SHARDS, text, metavar="N", default=argparse.SUPPRESS)
     text = f"Days after which sent tasks are deleted: {{}} (default {ddl.DEFAULT_RETENTION}{otherwise})"
@@ -88,18 +88,15 @@ def _statements(options: argparse.Namespace) -> list[str]:
     return ddl.statements(values["shards"], values["retention"], change_stream=options.change_stream)
 
 
-def run_print(options: argparse.Namespace) -> None:
-    """Print the DDL."""
+def _run_print(options: argparse.Namespace) -> None:
     say(Escaped(";\n\n".join(_statements(options)) + ";"))
 
 
-def run_splits(options: argparse.Namespace) -> None:
-    """Print the split points for the table's layout. Raises SettingError, NotReached."""
+def _run_splits(options: argparse.Namespace) -> None:
     say(Escaped("\n".join(points(flags.open_table(options).layout, options.nodes))))
 
 
-def run_apply(options: argparse.Namespace) -> None:
-    """Create missing objects and print one line for each. Raises SettingError, NotReached, OutboxError."""
+def _run_apply(options: argparse.Namespace) -> None:
     settings = DatabaseSettings.read(vars(options))
     parts = {"shards": ddl.SHARD_COUNT, "retention": ddl.RETENTION}
     free = {part for flag, part in parts.items() if flag not in options}
@@ -115,8 +112,7 @@ def run_apply(options: argparse.Namespace) -> None:
         say(f"{state:<8} {name}")
 
 
-def run_reshard(options: argparse.Namespace) -> None:
-    """Change the number of shards, one line for each step. Raises SettingError, NotReached, OutboxError."""
+def _run_reshard(options: argparse.Namespace) -> None:
     resharding = admin.reshard.Resharding(flags.open_table(options), flags.author(options))
     if options.status:
         say(*resharding.report())

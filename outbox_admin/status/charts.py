@@ -140,7 +140,6 @@ class Chart:
 
     @property
     def _scale(self) -> tuple[float, float]:
-        """Return the step between two ticks, and the last tick."""
         most = max((each for values in self._ends for each in values if each is not None), default=0)
         least = most / 4
         if self.is_duration and least > 10:
@@ -195,7 +194,6 @@ def titled(operation: Operation) -> str:
 
 
 def _events(history: History, operations: Sequence[Operation]) -> Iterator[Event]:
-    """Yield the operations, and the workers that started or died."""
     for each in operations:
         if each.operation != "view":
             yield Event(each.started_at, titled(each), each.principal or "", each.id)
@@ -214,7 +212,6 @@ def _duration(seconds: float) -> str:
 
 
 def _runs(values: Values, top: float) -> Iterator[list[tuple[int, str]]]:
-    """Yield the points of each run of values without a gap."""
     for is_gap, run in itertools.groupby(enumerate(values), key=lambda point: point[1] is None):
         if not is_gap:
             yield [(10 * at + 5, f"{100 - 100 * (value or 0) / top:.3g}") for at, value in run]

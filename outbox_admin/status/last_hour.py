@@ -210,7 +210,6 @@ def _seen(workers: Mapping[str, Seen], rows: Iterable[Worker], at: datetime) -> 
 
 
 def _sampled(backlog: Backlog) -> dict[str | None, Sample]:
-    """Return the sample of a backlog: of all topics, and of the largest ones."""
     lines = sorted(backlog.topics().items(), key=lambda pair: -pair[1].unsent)[:TOPICS]
     found: dict[str | None, Sample] = {topic: _sample(backlog, line, line) for topic, line in lines if line.unsent}
     return found | {None: _sample(backlog, backlog.everything, backlog.oldest)}
@@ -242,7 +241,6 @@ def _minute(time: datetime) -> int:
 
 
 def _series(history: Mapping[str, Any], topic: str | None) -> Mapping[str, Any]:
-    """Return the series of a topic that a worker has sent, by name."""
     return part(history, "all") if topic is None else part(part(history, "topics"), topic)
 
 

@@ -22,7 +22,7 @@ def lost(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
     recent = sum(each.age < FORGET_WORKER_SECONDS for each in silent)
     if last and not live:
         number = sum(last.seen_at - each.seen_at < TAKE_OVER for each in silent)
-        since = f"No heartbeat since {last.seen_at:%Y-%m-%d %H:%M:%S}, of {counted(number, 'worker')}"
+        since = f"No heartbeat since {last.seen_at:%Y-%m-%d %H:%M:%S} UTC, of {counted(number, 'worker')}"
         return f"{since}: either they stopped, or Spanner refuses their writes"
     if last and recent >= MANY_DEATHS:
         return f"{counted(recent, 'worker')} died within the hour, the last one {spoken(last.age)} ago: {last.id}"

@@ -163,7 +163,6 @@ def find(
 
 
 def _cut(found: Sequence[Problem]) -> Iterator[Problem]:
-    """Yield the first problems of each kind, and how many more it has."""
     numbers = Counter(each.kind for each in found)
     seen: Counter[str] = Counter()
     for each in found:
@@ -253,7 +252,6 @@ def _of_keys(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Probl
 
 
 def _of_head(text: str, topic: str, first: BlockedHead | None) -> Problem:
-    """Return the problem of a topic whose tasks wait for the head of a key."""
     page = Action("Blocked keys", "/blocked", {}, "list", flags={"state": "blocked", "topic": topic})
     if not first or not first.head:
         return Problem("blocked", topic, False, f"{text} {first.id if first else 'the heads of their keys'}", page)
@@ -277,7 +275,6 @@ def _of_dead(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Probl
 
 
 def _explains(problem: Problem, line: Line, blocked: Sequence[BlockedHead]) -> bool:
-    """Tell whether a topic is late because of this problem."""
     if problem.kind == "blocked" and problem.topic == line.topic:
         states = {each.head.state for each in blocked if each.head and each.head.columns["Topic"] == line.topic}
         return not states.isdisjoint(("dead", "retrying"))

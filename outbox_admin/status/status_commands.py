@@ -16,7 +16,7 @@ import outbox_admin as admin
 from outbox.base.start import exit_on
 from outbox.base.values import counted, shown, spoken
 from outbox.errors import SettingError
-from outbox.program.settings import SECONDS, whole_number
+from outbox.program.settings import SECONDS, flag_of, whole_number
 from outbox.program.terminal import Escaped, as_json, bars, cell, joined, named, note, say, shortened, table
 from outbox_admin import flags, value_types
 from outbox_admin.tasks.task_commands import error_table, follow
@@ -135,12 +135,12 @@ def read_noted(
 
 
 def _watch(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> None:
-    history: admin.status.last_hour.History | None = None
+    history: admin.last_hour.History | None = None
 
     def read() -> Escaped:
         nonlocal history
         backlog = _read(task_table, options)
-        history = None if options.json else admin.status.last_hour.read(task_table, backlog, history)
+        history = None if options.json else admin.last_hour.read(task_table, backlog, history)
         return _rendered(task_table, backlog, options, history)
 
     for text in follow(read, REFRESH_SECONDS):
@@ -149,7 +149,6 @@ def _watch(task_table: "admin.rows.task_table.TaskTable", options: argparse.Name
 
 
 def _beyond(backlog: "admin.rows.backlog.Backlog", options: argparse.Namespace) -> list[str]:
-    """Return a sentence for each limit that is exceeded."""
     found = []
     oldest = backlog.oldest
     if options.max_age is not None and oldest and (age := backlog.age(oldest)) > options.max_age:
@@ -169,7 +168,6 @@ def _beyond(backlog: "admin.rows.backlog.Backlog", options: argparse.Namespace) 
 
 
 def _limits(options: argparse.Namespace) -> list[str]:
-    """Return the flags of the limits that were given."""
     limits = {"--max-age": options.max_age, "--max-pending": options.max_pending, "--max-dead": options.max_dead}
     return [flag for flag, value in limits.items() if value is not None]
 
@@ -178,9 +176,9 @@ def _rendered(
     task_table: "admin.rows.task_table.TaskTable",
     backlog: "admin.rows.backlog.Backlog",
     options: argparse.Namespace,
-    history: "admin.status.last_hour.History | None" = None,
+    history: "admin.last_hour.History | None" = None,
 ) -> Escaped:
-    status = admin.status.problems.read(task_table, backlog, topics=options.topics)
+    status = admin.problems.read(task_table, backlog, topics=options.topics)
     if options.json:
         return _json(status, options)
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else None
@@ -212,7 +210,7 @@ def _rendered(
     return joined(*map(Escaped, [*parts, *left]))
 
 
-def _topics(status: "admin.status.problems.Status", most: float) -> tuple[Escaped, list[str]]:
+def _topics(status: "admin.problems.Status", most: float) -> tuple[Escaped, list[str]]:
     """Return the table of the topics, those with problems first, and what did not fit into `most` lines."""
     backlog, lines = status.backlog, status.backlog.topics()
     found = [lines[topic] for topic in status.topics() if topic in lines]
@@ -226,9 +224,9 @@ def _topics(status: "admin.status.problems.Status", most: float) -> tuple[Escape
     return joined(text if rows else NOTHING, *remarks), [*more, *left_out]
 
 
-def _curves(history: "admin.status.last_hour.History") -> Escaped:
+def _curves(history: "admin.last_hour.History") -> Escaped:
     """Return the last hour of all topics as lines of bars, each with its max and its last value."""
-    figures: list[tuple[str, admin.status.last_hour.Values, Callable[[float], str]]] = [
+    figures: list[tuple[str, admin.last_hour.Values, Callable[[float], str]]] = [
         ("registered/min", history.registered(), "{:,.0f}".format),
         ("published/min", history.published(), "{:,.0f}".format),
         ("failed/min", history.failed(), "{:,.0f}".format),
@@ -237,12 +235,12 @@ def _curves(history: "admin.status.last_hour.History") -> Escaped:
         ("slowest p95", history.latency(), spoken),
     ]
     known = [(name, values, unit, [each for each in values if each is not None]) for name, values, unit in figures]
-    last = admin.status.last_hour.latest
+    last = admin.last_hour.latest
     rows = [(name, bars(values), unit(max(all)), last(values, unit)) for name, values, unit, all in known if all]
     return table(("LAST HOUR", "", "MAX", "LAST"), rows) if rows else Escaped("no worker has sent its history yet")
 
 
-def _json(status: "admin.status.problems.Status", options: argparse.Namespace) -> Escaped:
+def _json(status: "admin.problems.Status", options: argparse.Namespace) -> Escaped:
     backlog, reshard = status.backlog, None
     if found := status.reshard:
         reshard = {"from": found.change.former, "to": found.change.target, "since": found.change.operation.started_at}
@@ -250,12 +248,11 @@ def _json(status: "admin.status.problems.Status", options: argparse.Namespace) -
     topics = [{"topic": line.topic, "paused": line.paused, **fields(backlog, line)} for line in backlog.lines]
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
     why = {"problems": [_problem(each, options) for each in status.problems], "errors": status.errors}
-    circuits = admin.status.live_workers.open_circuits(backlog.workers)
+    circuits = admin.live_workers.open_circuits(backlog.workers)
     return as_json({**total, "topics": topics, **why, "circuits": circuits, "reshard": reshard})
 
 
-def _problem(problem: "admin.status.problems.Problem", options: argparse.Namespace) -> dict[str, Any]:
-    """Return the JSON fields of a problem."""
+def _problem(problem: "admin.problems.Problem", options: argparse.Namespace) -> dict[str, Any]:
     names = ("kind", "topic", "is_bad", "text", "since", "effects", "number")
     by, action = problem.by, problem.action
     return {
@@ -265,12 +262,12 @@ def _problem(problem: "admin.status.problems.Problem", options: argparse.Namespa
     }
 
 
-def _card(problem: "admin.status.problems.Problem", options: argparse.Namespace) -> Iterator[str]:
+def _card(problem: "admin.problems.Problem", options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of a problem: what is wrong, since when and by whom, what follows, and the command."""
     by = problem.by
     yield cell(problem.text)
     who = f"by {by.principal}{f': {by.reason}' if by.reason else ''}" if by else ""
-    since = f"since {problem.since:%Y-%m-%d %H:%M}" if problem.since else ""
+    since = f"since {problem.since:%Y-%m-%d %H:%M} UTC" if problem.since else ""
     if since or who:
         yield f"    {cell(', '.join(filter(None, [since, who])))}"
     yield from (f"    {cell(effect)}" for effect in problem.effects)
@@ -278,7 +275,6 @@ def _card(problem: "admin.status.problems.Problem", options: argparse.Namespace)
 
 
 def _figures(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line") -> list[object]:
-    """Return the cells of a line, below LINE_HEADS."""
     age = spoken(backlog.age(line)) if line.oldest else "-"
     due = f"in {spoken((line.next_due - backlog.as_of).total_seconds())}" if line.next_due else "-"
     return [*(_number(name, getattr(line, name), line.at_least) for name in admin.rows.backlog.COUNTS), age, due]
@@ -329,7 +325,7 @@ def as_of(at: datetime, workers: "Sequence[admin.rows.workers.Worker]") -> str:
 def circuit_table(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> Escaped:
     """Return a table of the circuits that are not closed, or an empty text."""
     rows = []
-    for each in admin.status.live_workers.open_circuits(workers):
+    for each in admin.live_workers.open_circuits(workers):
         wait = (each.next_probe - now).total_seconds()
         state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
         since = f"{spoken((now - each.since).total_seconds())} ago"
@@ -345,8 +341,8 @@ def run_workers(options: argparse.Namespace) -> int:
     now = task_table.now()
     rows = admin.rows.workers.rows_at(task_table, now)
     workers = [each for each in rows if each.is_live]
-    differing = admin.status.live_workers.differing(workers)
-    orphans = admin.status.live_workers.shards_without_worker(task_table, workers, now)
+    differing = admin.live_workers.differing(workers)
+    orphans = admin.live_workers.shards_without_worker(task_table, workers, now)
     if options.json:
         fields = [_fields(worker) for worker in workers]
         say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
@@ -354,7 +350,7 @@ def run_workers(options: argparse.Namespace) -> int:
         listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         circuits = circuit_table(workers, now)
         say(as_of(now, workers), *listed, *(["", circuits] if circuits else []))
-    known = admin.status.live_workers.lost(workers, [each for each in rows if not each.is_live])
+    known = admin.live_workers.lost(workers, [each for each in rows if not each.is_live])
     problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:
         note(sentence)
@@ -366,14 +362,14 @@ def _problems(
 ) -> list[str]:
     """Return a sentence for each setting that differs, for workers without Info, and for shards without a worker."""
     found = [
-        f"--{name.replace('_', '-')} differs between live workers: {', '.join(values)}"
+        f"{flag_of(name)} differs between live workers: {', '.join(values)}"
         for name, values in differing.items()
         if name != "version"
     ]
     if silent := [worker.id for worker in workers if not worker.info]:
         found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
     if orphans:
-        found.append(f"no live worker polls shards {admin.status.live_workers.runs(orphans)}")
+        found.append(f"no live worker polls shards {admin.live_workers.runs(orphans)}")
     return found
 
 
@@ -390,7 +386,7 @@ def _cells(worker: "admin.rows.workers.Worker", differing: Mapping[str, list[str
         worker.text("host"),
         version,
         age,
-        admin.status.live_workers.runs(worker.shards),
+        admin.live_workers.runs(worker.shards),
         *load,
         " ".join(settings),
     ]

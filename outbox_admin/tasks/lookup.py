@@ -257,13 +257,11 @@ class _Reader:
         return [_task(self.at, row) for row in self.query(statement, {**values, **after, "limit": self.limit})]
 
     def query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
-        """Return the rows of a statement."""
         given = {**self.selection.values, **values}
         return self.table.query(statement, "outbox-list", given, at=self.at, seconds=SCAN_SECONDS)
 
 
 def _task(as_of: datetime, row: Sequence[Any]) -> Task:
-    """Return the task of a row with its state and _COLUMNS."""
     return Task(row[0], dict(zip(_COLUMNS, row[1:], strict=True)), as_of)
 
 

@@ -73,7 +73,7 @@ SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", 
 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
-    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
+    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, _run_list)
     text = "Only tasks in this state. The flag may be repeated"
     task_flags.add_state(listing, STATES, text, action="append", dest="states", default=[])
     task_flags.add_filters(listing, "list")
@@ -84,19 +84,18 @@ def add(commands: Any) -> None:
     flags.add(listing, "--after", value_types.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
     flags.add(listing, "--limit", value_types.LIMIT, "Max tasks: {} (default 100)", metavar="N", default=100)
     flags.switch(listing, "--json", "Print one JSON object per line instead of a table")
-    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
+    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, _run_show)
     flags.add(showing, "ids", value_types.ID, f"Task ID. {task_flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
     flags.switch(form, "--json", "Print one JSON object. Binary data is in base64")
     flags.switch(form, "--raw", "Write only the bytes of the message data")
-    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
+    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, _run_tail)
     flags.add(tailing, "--topic", value_types.TOPIC, FILTERS["topic"].help, metavar="TOPIC")
     flags.add(tailing, "--since", MOMENT, "Start at this time instead of now. Allowed: {}", metavar="TIME")
     flags.switch(tailing, "--json", "Print one JSON object per line")
 
 
-def run_list(options: argparse.Namespace) -> None:
-    """Print tasks. Raises SettingError, NotReached, OutboxError."""
+def _run_list(options: argparse.Namespace) -> None:
     task_table, states = flags.open_table(options), options.states or UNSENT
     selection = task_flags.selection(options, task_table.now())
     newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
@@ -124,7 +123,7 @@ def _note_holds(
     controls = task_table.controls() if topics else {}
     workers = admin.rows.workers.live(task_table, at) if topics else []
     for topic in topics:
-        if hold := admin.status.problems.hold(workers, topic, at, controls.get(topic)):
+        if hold := admin.problems.hold(workers, topic, at, controls.get(topic)):
             note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 
 
@@ -157,8 +156,7 @@ def _table(tasks: "Sequence[admin.lookup.Task]") -> str:
     return table(list(used), zip(*used.values(), strict=True))
 
 
-def run_show(options: argparse.Namespace) -> None:
-    """Print a task. Raises SettingError, NotReached, and OutboxError if there is no such task."""
+def _run_show(options: argparse.Namespace) -> None:
     task_table = flags.open_table(options)
     [id] = task_flags.full_ids(task_table, options, options.ids)
     task = admin.lookup.task(task_table, id)
@@ -226,8 +224,7 @@ def _data_lines(data: bytes) -> Iterator[str]:
         yield f"  ... {counted(more, 'more byte')}: --raw writes all"
 
 
-def run_tail(options: argparse.Namespace) -> None:
-    """Print tasks as they are sent, until a signal. Raises SettingError, NotReached, OutboxError."""
+def _run_tail(options: argparse.Namespace) -> None:
     with exit_on(signal.SIGTERM, signal.SIGINT, code=0):
         _follow(flags.open_table(options), options)
 

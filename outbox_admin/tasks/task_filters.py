@@ -35,7 +35,6 @@ def selection_of(query: QueryParams, now: datetime) -> TaskSelection:
 
 
 def _value(name: str, text: str, now: datetime) -> Any:
-    """Return the value of a filter."""
     if (kind := FILTERS[name].kind) is not MOMENT:
         return checked(kind, text, name)
     return resolved(checked(kind, _with_offset(text.strip()), name), now)

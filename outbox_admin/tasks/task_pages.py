@@ -10,6 +10,7 @@ from opentelemetry.trace import format_trace_id
 from starlette.responses import RedirectResponse, Response
 
 from outbox import observing
+from outbox.base.values import counted
 from outbox.errors import OutboxError
 from outbox.registration import APPLICATION
 from outbox.table.states import CANCELLED, is_dead
@@ -34,8 +35,6 @@ FOLLOWED = timedelta(minutes=10)
 DEFAULT_STATE = "dead"
 #: Unsent tasks of an ordering key that are read to find the place of one of them.
 KEY_TASKS = 1_000
-#: What the times of a task mean.
-EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "ExpiresAt": "expires"}
 #: The states of tasks that have no place in their ordering key.
 OUT_OF_KEY = ("sent", CANCELLED)
 
@@ -103,7 +102,7 @@ def show_one(visit: Visit) -> Response:
         visit,
         "tasks/task",
         task=task,
-        line=_time_line(columns, status.operations if status else ()),
+        line=_time_line(task, status.operations if status else ()),
         of_key=of_key,
         actions=[each for each in visit.console.actions if each.suits(task)],
         is_hopeless=task.state == "dead" and is_hopeless(columns["LastError"]),
@@ -119,23 +118,31 @@ def _found(visit: Visit, *, data: bool) -> Task:
     return task
 
 
-def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> list[tuple[datetime, str, str | None]]:
+def _time_line(task: Task, operations: Iterable[Operation]) -> list[tuple[datetime | None, str, str | None]]:
     """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
-    by = columns["CancelledBy"]
-    names = ("CreatedAt",) if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
+    columns, number = task.columns, task.columns["Attempts"]
+    by, events = columns["CancelledBy"], {"CreatedAt": "registered", "DueAt": "first due", "ExpiresAt": "expires"}
     # At the end of a deferral, a worker reads the head. It does not publish the task.
-    events = EVENTS | ({"AvailableAt": "the head of its key is checked again"} if columns["BlockedBy"] else {})
+    next_one = "the head of its key is checked again" if columns["BlockedBy"] else f"attempt {number + 1:,} is due"
+    events |= {"AvailableAt": next_one if columns["BlockedBy"] or number else "due"}
+    names = [*events] if not columns["SentAt"] else ["CreatedAt"]
     line: list[tuple[datetime, str, str | None]] = [
-        (columns[name], events[name], None) for name in names if columns[name] and not is_dead(columns[name])
+        (columns[name], events[name], None)
+        for name in names
+        if columns[name] and not is_dead(columns[name]) and (name != "DueAt" or columns[name] != columns["CreatedAt"])
     ]
+    how = "sent" if by is None else "cancelled" if by != APPLICATION else "cancelled by an application"
     if columns["SentAt"]:
-        how = EVENTS["SentAt"] if by is None else "cancelled" if by != APPLICATION else "cancelled by an application"
         line.append((columns["SentAt"], how, None if by == APPLICATION else by))
     # A view changes nothing, and a task that was purged is gone.
     retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
     relations = ((each, _relation(each, columns)) for each in retries)
-    changes = [(each.started_at, f"{how}: retry by {each.principal}", each.id) for each, how in relations if how]
-    return sorted([*line, *changes], key=lambda event: event[0])
+    changes = [(each.started_at, f"{what}: retry by {each.principal}", each.id) for each, what in relations if what]
+    line = sorted([*line, *changes], key=lambda event: event[0])
+    later = (at for at, (time, what, _) in enumerate(line) if time > task.as_of or what in (next_one, how))
+    place = next(later, len(line))
+    failed = [(None, f"{counted(number, 'attempt')} failed, at times that the table does not have", None)]
+    return [*line[:place], *(failed if number > 0 else []), *line[place:]]
 
 
 def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:

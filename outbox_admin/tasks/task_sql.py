@@ -100,7 +100,6 @@ def beyond(place: Mapping[str, str], *, newest: bool = False) -> str:
 
 
 def _listed(time: str) -> dict[str, str]:
-    """Return the place of a task in a list."""
     return {"after": time, "after_created": "CreatedAt", "after_id": "Id"}
 
 

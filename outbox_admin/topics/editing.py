@@ -79,15 +79,13 @@ def preview(
     unchecked = None if force or not values else check_destinations(table, [values.get("publish_to")])
     difference = change(table, "controls", topics, values, dry_run=True)
     routed = [topic for topic, rows in difference.items() if len({row and row.publish_to for row in rows}) == 2]
-    return ControlsPreview(difference, _unsent(table, routed, exact=exact) if routed else None, unchecked)
-
-
-def _unsent(table: TaskTable, topics: Sequence[str], *, exact: bool) -> Count:
-    """Return the number of unsent tasks of some topics, of all states."""
+    if not routed:
+        return ControlsPreview(difference, None, unchecked)
     now = table.now()
-    wanted = (TaskSelection(state=state, topic=topic, as_of=now) for topic, state in itertools.product(topics, UNSENT))
+    wanted = (TaskSelection(state=state, topic=topic, as_of=now) for topic, state in itertools.product(routed, UNSENT))
     counts = [selected.count(table, each, exact=exact) for each in wanted]
-    return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
+    unsent = Count(sum(each.number for each in counts), any(each.at_least for each in counts))
+    return ControlsPreview(difference, unsent, unchecked)
 
 
 def check_destinations(
@@ -193,7 +191,6 @@ def _write(
 
 
 def _require_rows(before: Mapping[str, TopicControls], topics: Iterable[str]) -> None:
-    """Raise OutboxError if one of the topics has no row."""
     if missing := [topic for topic in topics if topic not in before]:
         paused = [topic for topic, row in before.items() if row.paused]
         hints = "".join(did_you_mean(topic, paused) for topic in missing)

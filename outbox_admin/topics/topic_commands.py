@@ -84,18 +84,18 @@ SHARED = "each live worker gets an equal part. Its burst and max in flight are a
 
 def add(commands: Any) -> None:
     """Add the commands to the subparsers `commands`."""
-    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_switch)
-    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_switch)
-    showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, run_topics)
+    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, _run_switch)
+    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, _run_switch)
+    showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, _run_topics)
     add_topics(showing)
     flags.switch(showing, "--json", "Print one JSON object instead of a table")
     flags.switch(showing, "--exact", "Count all tasks, without a limit")
     actions = showing.add_subparsers(metavar="ACTION")
-    setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
-    unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
-    probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, run_switch)
-    flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, run_export)
-    applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
+    setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, _run_set)
+    unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, _run_unset)
+    probing = flags.command(actions, "probe", "probe a topic whose circuit is open", PROBE_DESCRIPTION, _run_switch)
+    flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, _run_export)
+    applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, _run_apply)
 
     for parser, count in ((pausing, "+"), (resuming, "+"), (probing, "+"), (setting, 1), (unsetting, 1)):
         flags.add(parser, "topics", value_types.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
@@ -116,8 +116,7 @@ def add(commands: Any) -> None:
         flags.switch(parser, "--yes", "Skip the confirmation")
 
 
-def run_switch(options: argparse.Namespace) -> None:
-    """Pause, resume or probe topics. Raises SettingError, NotReached, OutboxError."""
+def _run_switch(options: argparse.Namespace) -> None:
     name = options.command
     table = _open(options, "" if name == "resume" else name.capitalize())
     author = flags.author(options)
@@ -133,16 +132,14 @@ def run_switch(options: argparse.Namespace) -> None:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
 
 
-def run_set(options: argparse.Namespace) -> None:
-    """Set controls of a topic. Raises SettingError, NotReached, OutboxError."""
+def _run_set(options: argparse.Namespace) -> None:
     values = {name: value for name in VALUES if (value := vars(options)[name]) is not None}
     if not values:
         raise SettingError(f"no value given. Pass {' or '.join(value.flag for value in VALUES.values())}")
     _write(_open(options, "Set controls of"), options, values)
 
 
-def run_unset(options: argparse.Namespace) -> None:
-    """Remove controls of a topic, or its row. Raises SettingError, NotReached, OutboxError."""
+def _run_unset(options: argparse.Namespace) -> None:
     _write(_open(options), options, {CONTROL_NAMES[name]: None for name in options.fields} or None)
 
 
@@ -156,7 +153,7 @@ def _write(
     if found.unchecked:
         note(found.unchecked)
     if options.dry_run:
-        _print_difference(options, found.difference, unsent=unsent)
+        _print_change(options, found.difference, unsent=unsent)
         if unsent and not options.json:
             say(f"{unsent} of {topics[0]} would be published to {to}")
         return
@@ -172,8 +169,7 @@ def _write(
         note(f"{unsent} of {escaped(topics[0])} not sent yet. {admin.editing.ORDERED.format(escaped(to))}")
 
 
-def run_topics(options: argparse.Namespace) -> None:
-    """Print the topics. Raises SettingError, NotReached, OutboxError."""
+def _run_topics(options: argparse.Namespace) -> None:
     table = flags.open_table(options)
     backlog = read_noted(table, options.topics, exact=options.exact)
     controls, lines = table.controls(), backlog.topics()
@@ -185,7 +181,7 @@ def run_topics(options: argparse.Namespace) -> None:
             {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
             for topic, row, line in topics
         ]
-        circuits = admin.status.live_workers.open_circuits(backlog.workers)
+        circuits = admin.live_workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
         listed = [((topic, described(row)), line) for topic, row, line in topics]
@@ -197,8 +193,7 @@ def run_topics(options: argparse.Namespace) -> None:
             note(f"the terminal is too narrow for {', '.join(left_out)}")
 
 
-def run_export(options: argparse.Namespace) -> None:
-    """Print the file. Raises SettingError, NotReached, OutboxError."""
+def _run_export(options: argparse.Namespace) -> None:
     controls = flags.open_table(options).controls()
     topics = {
         topic: {name: value for name in FIELDS if (value := by_field(dataclasses.asdict(row))[name]) is not None}
@@ -208,8 +203,7 @@ def run_export(options: argparse.Namespace) -> None:
     say(Escaped(json.dumps({"topics": topics}, indent=2).replace("\x7f", r"\u007f")))
 
 
-def run_apply(options: argparse.Namespace) -> None:
-    """Write the rows of a file. Raises SettingError, NotReached, OutboxError."""
+def _run_apply(options: argparse.Namespace) -> None:
     text = flags.read_text(options.file)
     try:
         wanted = parsed(json_value(text))
@@ -221,7 +215,7 @@ def run_apply(options: argparse.Namespace) -> None:
     if unchecked := admin.editing.check_destinations(table, destinations):
         note(unchecked)
     difference = admin.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
-    changed = _print_difference(options, difference)
+    changed = _print_change(options, difference, of_file=True)
     would = "would be " if options.dry_run else ""
     if not options.json:
         say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
@@ -233,29 +227,25 @@ def _print_change(
     options: argparse.Namespace,
     difference: "admin.editing.Difference",
     switched: str = "",
-    **more: "admin.rows.backlog.Count | None",
-) -> None:
-    """Print the difference, or the rows after the change. `switched` says what has become of them."""
-    if options.json or options.dry_run:
-        _print_difference(options, difference, switched, **more)
-        return
-    for topic, (_, row) in difference.items():
-        say(f"{topic}: {described(row, switched)}")
-
-
-def _print_difference(
-    options: argparse.Namespace,
-    difference: "admin.editing.Difference",
-    switched: str = "",
-    **more: "admin.rows.backlog.Count | None",
+    *,
+    unsent: "admin.rows.backlog.Count | None" = None,
+    of_file: bool = False,
 ) -> int:
-    """Print the rows that change, with `more` fields of the JSON object, and return their number."""
+    """Print the rows of topics after a change, or what changes. Return the number of those that change.
+
+    `switched` says what has become of the topics. The JSON object also has the `unsent` tasks. Of a file, which may
+    have many topics, print only what changes.
+    """
     changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
     if options.json:
-        fields = {name: dataclasses.asdict(count) for name, count in more.items() if count}
-        say(as_json({"dry_run": options.dry_run, **admin.editing.recorded(changed), **fields}))
-    for topic, (before, after) in sorted(() if options.json else changed.items()):
-        say(f"{topic}: {described(before)} -> {described(after, switched)}")
+        count = {"unsent": dataclasses.asdict(unsent)} if unsent else {}
+        say(as_json({"dry_run": options.dry_run, **admin.editing.recorded(changed), **count}))
+    elif options.dry_run or of_file:
+        for topic, (before, after) in sorted(changed.items()):
+            say(f"{topic}: {described(before)} -> {described(after, switched)}")
+    else:
+        for topic, (_, row) in difference.items():
+            say(f"{topic}: {described(row, switched)}")
     return len(changed)
 
 

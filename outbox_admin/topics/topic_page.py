@@ -41,7 +41,6 @@ def _control(visit: Visit, topic: str) -> TopicControls | None:
 
 
 def _time(text: str) -> datetime | None:
-    """Return the time in an address, or None if it has none."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

@@ -189,7 +189,6 @@ class Access:
 
 @lru_cache(maxsize=1_000)
 def _log_view(person: str, trace: str, _period: float) -> None:
-    """Log who looks at what from where, once in each period."""
     _log.info("%s: %s", person, trace)
 
 

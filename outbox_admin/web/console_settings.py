@@ -32,7 +32,6 @@ def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network,
     return tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip())
 
 
-# `app` accepts the same values.
 HOSTS = SettingType(_hosts, "host names, separated by commas")
 NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, separated by commas")
 HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")

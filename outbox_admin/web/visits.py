@@ -26,10 +26,10 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -51,8 +51,9 @@ from outbox_admin.web.roles import Refused, Role
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
-#: How long a page waits for a read that it has begun, and the age from which on figures are late.
-PATIENCE_SECONDS, LATE_SECONDS = 1.0, 2 * FRESH_SECONDS
+#: How long a page waits for a read that it has begun, and the age from which on it says that its figures are old. What
+#: an idle worker says in its heartbeat is up to 21 s old in any figures.
+PATIENCE_SECONDS, LATE_SECONDS = 1.0, 25.0
 _log = logging.getLogger("outbox")
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
@@ -74,7 +75,7 @@ class Reading:
     @property
     def is_current(self) -> bool:
         """Tell whether rows that are read now say nothing newer, or cannot be read."""
-        return bool(self.error) or not (self.age > LATE_SECONDS or self.written)
+        return bool(self.error) or not (self.age > 2 * FRESH_SECONDS or self.written)
 
 
 class Shared:
@@ -136,45 +137,16 @@ def checked(kind: SettingType, text: str, field: str) -> Any:
         raise Refused(400, "A field has a wrong value", advice, field) from None
 
 
-class Offered(Protocol):
-    """An action, as a page that offers it needs it."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the change."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Return the states of the tasks that it is for."""
-
-    def suits(self, task: Any) -> bool:
-        """Tell whether the action is for this task."""
-
-
-class Background(Protocol):
-    """The operations that this console executes."""
-
-    @property
-    def errors(self) -> Mapping[str, str]:
-        """Return why the last chunk of an operation failed."""
-
-    @property
-    def ids(self) -> Collection[str]:
-        """Return the operations that run."""
-
-    def start(self, id: str) -> None:
-        """Execute an operation on a thread of its own."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Console:
     """What all visits share."""
 
     table: TaskTable
-    running: Background
+    #: The `Running` of changes/running.py, and what people may do with tasks: each an `Action` of
+    #: changes/change_pages.py. Both are above this module.
+    running: Any
     status: Shared
-    #: What people may do with tasks.
-    actions: Sequence[Offered]
+    actions: Sequence[Any]
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
     is_production: bool
@@ -292,7 +264,6 @@ ENVIRONMENT = Environment(
 ENVIRONMENT.filters.update(
     spoken=spoken,
     time=lambda time: f"{time.year:04}-{time:%m-%d %H:%M:%S} UTC",
-    clock=lambda time: f"{time:%H:%M:%S} UTC",
     hour=lambda time: f"{time:%H:%M}",
     iso=lambda time: f"{time.year:04}-{time:%m-%dT%H:%M:%SZ}",
     described=described,

@@ -1,5 +1,6 @@
 """`outbox console` as a process and in a browser: closed by default, widths, colors, keys, live update."""
 
+import dataclasses
 import http.client
 import json
 import re
@@ -23,14 +24,18 @@ from outbox.errors import SettingError
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER
 from outbox_admin import console_command as console
+from outbox_admin.console import routes
+from outbox_admin.tasks.lookup import ErrorCount
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.web.application import HEADERS
 from outbox_admin.web.console_settings import ConsoleSettings
+from outbox_admin.web.visits import Shared
 from tests.support.browser import (
     HOST,
     NARROW,
     WIDE,
     chromium,
+    gated,
     gated_console,
     overflow,
     running_console,
@@ -38,6 +43,7 @@ from tests.support.browser import (
     violations,
 )
 from tests.support.commands import Commands
+from tests.support.console import ago, bare_access, bare_console, crowded
 from tests.support.operations import FUTURE, insert, opened, row, rows_of
 from tests.support.waiting import eventually
 
@@ -207,8 +213,8 @@ def test_every_page_is_accessible_and_fits(
     ):
         for path in PAGES:
             page.goto(path)
-            for details in page.locator("summary").all():
-                details.click()
+            for folded in (*page.locator("label.fold:visible").all(), *page.locator("summary:visible").all()):
+                folded.click()
             assert overflow(page) <= 0, path
             assert violations(page) == [], path
 
@@ -281,19 +287,70 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
 
 
 @pytest.mark.extended
-def test_local_times_have_a_zone_and_forms_say_theirs(
+def test_all_times_of_a_page_are_in_the_zone_that_it_names(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:
-    insert(database, [row("dead", AvailableAt=NEVER)])
-    with running_console(emulators, database) as address, tab(browser, address, timezone_id="Asia/Tokyo") as page:
-        page.goto("/tasks?state=dead")
+    """Fields of forms take what their labels say. A time that is only hour and minute has a zone above it."""
+    fill(database)
+    clocks = re.compile(r"(?<!T)\d\d:\d\d:\d\d(?! Asia/Tokyo)")  # commands have RFC 3339
+    with (
+        running_console(emulators, database, "--allow-actions") as address,
+        tab(browser, address, timezone_id="Asia/Tokyo") as page,
+    ):
+        page.goto("/")
         expect(page.locator(".as-of")).to_contain_text(" UTC")
+        expect(page.locator("#live [data-zone]")).to_have_text("UTC")
         page.get_by_role("button", name="Show local times").click()
-        expect(page.locator(".as-of")).to_contain_text("Asia/Tokyo")
-        for label in ("Since (UTC)", "Until (UTC)"):
-            expect(page.get_by_label(label)).to_be_visible()
+        for path in PAGES[:-1]:
+            page.goto(path)
+            expect(page.locator("footer [data-zone]")).to_have_text("Asia/Tokyo")
+            assert not clocks.search(page.locator("main").inner_text()), path
+        page.goto("/tasks?state=dead")
+        page.get_by_label("Until (UTC)").fill("2026-01-01 00:00:00")  # when the tasks were registered
+        page.get_by_role("button", name="Filter").click()
+        expect(page.locator("main")).to_contain_text("No dead task matches")
+        page.get_by_label("Until (UTC)").fill("2026-01-01 00:00:01")
+        page.get_by_role("button", name="Filter").click()
+        expect(page.get_by_role("link", name="dead 1")).to_be_visible()
         page.get_by_role("button", name="Show times in UTC").click()
         expect(page.locator("main")).not_to_contain_text("Asia/Tokyo")
+
+
+#: The longest names that Google Cloud allows.
+LONGEST = f"projects/{'p' * 30}/instances/{'i' * 64}/databases/{'d' * 30}"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("width", [390, 1_280])
+def test_a_header_names_the_database_in_full_and_200_topics_fit_three_screens_of_a_phone(
+    browser: Browser, width: int
+) -> None:
+    """The person yields. What a phone does not show is counted, and can be opened without a script."""
+    refused = "permission_denied: 403 User not authorized to perform this action"
+    errors = [ErrorCount({"a": 2, "b": 1}, "dead", f"{refused}: {n}", 3, False, ago(90), ago(30)) for n in range(22)]
+    figures = dataclasses.replace(crowded(), errors=errors)
+    status = Shared(lambda _last: figures)
+    shared = bare_console(status=status, is_production=True)
+    shared.table.name = LONGEST
+    console = bare_access(routes(), shared, identify=lambda _request: f"{'person' * 9}@example.com")
+    with gated(console) as gate, tab(browser, gate.address, width=width, java_script_enabled=False) as page:
+        for path in ("/", "/?topics=1"):
+            page.goto(path)
+            database = page.locator("header .database")
+            expect(database).to_have_text(f"{'p' * 30}/{'i' * 64}/{'d' * 30}")
+            assert database.evaluate("each => each.scrollWidth <= each.clientWidth"), "no part is cut"
+            assert overflow(page) <= 0
+            if width == 390:
+                assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844, path
+        if width == 390:
+            page.goto("/")
+            for label, each in (("more problems", ".problem-card"), ("more groups of errors", "#errors + * tbody tr")):
+                before = page.locator(f"{each}:visible").count()
+                page.locator("label", has_text=label).click()
+                assert page.locator(f"{each}:visible").count() > before
+            expect(page.locator("svg.plot").first).to_be_hidden()
+            page.get_by_text("Show the charts").click()
+            expect(page.locator("svg.plot").first).to_be_visible()
 
 
 @pytest.mark.extended

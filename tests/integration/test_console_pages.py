@@ -169,6 +169,21 @@ def test_a_page_after_an_action_shows_what_was_written_and_how_old_its_figures_a
     assert "figures of" not in text(jane.get("/topic?name=orders").text)
 
 
+def test_each_page_is_shown_before_the_first_figures(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert(database, [row("dead", AvailableAt=NEVER), row("keyed", OrderingKey="k")])
+    may_end = threading.Event()
+    monkeypatch.setattr(backlog, "read", lambda _table: may_end.wait(60))
+    monkeypatch.setattr(visits, "PATIENCE_SECONDS", 0.05)
+    pages = (
+        "/", "/topic?name=orders", "/tasks", "/task?id=dead", "/task?id=keyed", "/tasks/cancel?state=dead", "/blocked",
+        "/workers", "/operations", "/search?q=none",
+    )  # fmt: skip
+    assert {path: jane.get(path).status_code for path in pages} == dict.fromkeys(pages, 200)
+    may_end.set()
+
+
 def test_a_topic_is_checked_and_its_controls_are_forgotten(
     database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

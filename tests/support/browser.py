@@ -80,8 +80,13 @@ class Gate:
 @contextlib.contextmanager
 def gated_console(database: Database) -> Iterator[Gate]:
     """Serve a console with actions from a thread of this process, behind a Gate."""
+    with gated(console_.app(database, allow_actions=True)) as gate:
+        yield gate
+
+
+@contextlib.contextmanager
+def gated(console: Access) -> Iterator[Gate]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        console = console_.app(database, allow_actions=True)
         gate = Gate(console, f"http://127.0.0.1:{listener.getsockname()[1]}")
         server = uvicorn.Server(uvicorn.Config(gate, log_config=None, lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -3,9 +3,11 @@
 import dataclasses
 import html
 import itertools
+import json
 import re
 import threading
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs, urlsplit
@@ -17,11 +19,18 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 
 from outbox.errors import NotReached
+from outbox.program.terminal import SHOWN
+from outbox.rows.backlog import Backlog, Line
 from outbox.rows.task_table import TaskTable
+from outbox.rows.workers import MINUTES, Worker
 from outbox_admin import console as console_
 from outbox_admin import operations
 from outbox_admin.changes.running import Running
 from outbox_admin.console import LOOPBACK_HOSTS
+from outbox_admin.operations import Operation
+from outbox_admin.status.last_hour import History, Seen
+from outbox_admin.status.problems import Action, Problem
+from outbox_admin.status.status_pages import Figures
 from outbox_admin.web.application import Access
 from outbox_admin.web.roles import EVERYTHING, Identify, Role, Roles
 from outbox_admin.web.visits import Console, Route, Shared, Visit
@@ -77,6 +86,14 @@ async def asked(app: ASGIApp, path: str, *received: Message, query: str = "") ->
     return sent[0]["status"], given, b"".join(each["body"] for each in sent[1:]).decode()
 
 
+def bare_access(
+    routes: Sequence[Route], console: Console, *, identify: Identify, roles: Roles = EVERYTHING, prefix: str = ""
+) -> Access:
+    return Access(
+        console=console, routes=routes, identify=identify, roles=roles, allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix
+    )
+
+
 def client(
     routes: Sequence[Route],
     *,
@@ -86,10 +103,7 @@ def client(
     **values: Any,
 ) -> TestClient:
     """Return a client of these routes."""
-    access = Access(
-        console=bare_console(**values), routes=routes, identify=identify, roles=roles,
-        allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix,
-    )  # fmt: skip
+    access = bare_access(routes, bare_console(**values), identify=identify, roles=roles, prefix=prefix)
     return TestClient(access, base_url=ORIGIN, follow_redirects=False)
 
 
@@ -149,3 +163,43 @@ class Outage:
             return original(table, *arguments, **more)
 
         return request
+
+
+NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
+
+
+def ago(minutes: float) -> datetime:
+    return NOW - timedelta(minutes=minutes)
+
+
+def history(*workers: Worker, gone: dict[str, datetime] | None = None) -> History:
+    return History(NOW, {each.id: Seen(each, (gone or {}).get(each.id)) for each in workers}, {})
+
+
+def worker(id: str = "a", started: float = 300, version: str = "1", **found: Any) -> Worker:
+    minute = int(NOW.timestamp() // 60)
+    return Worker(id, 1.0, ago(started), NOW, {"version": version, "history": {"minute": minute, **found}})
+
+
+OVERVIEW = Action("Topics", "/", {}, "topics")
+
+
+def operation(minutes: float, name: str = "pause", selection: Any = None, tasks: int | None = None) -> Operation:
+    text = json.dumps(selection or {"topics": {"orders": {}}})
+    return Operation("id", name, ago(minutes), None, "ann", text, tasks, None, None, None, None)
+
+
+def crowded() -> Figures:
+    """Return the figures of 200 topics and 40 workers, with as many problems and operations as pages show."""
+    values = [n * 37 % 900 for n in range(MINUTES)]
+    names = ("published", "failed", "p95", "pending", "unsent", "oldest")
+    ring = dict.fromkeys(names, values)
+    topics_of = [{f"topic-{n + 40 * m:03}": ring for m in range(5)} for n in range(40)]
+    workers = [worker(f"publishworker-{n:040}", all=ring, topics=topics_of[n]) for n in range(40)]
+    lines = [Line(f"topic-{n:03}", pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
+    backlog = Backlog(NOW, workers, lines)
+    return Figures(
+        backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),
+        operations=[operation(n) for n in range(30)], reshard=None,
+        problems=[Problem("late", each.topic, True, f"{each.topic} is late", OVERVIEW) for each in lines[:SHOWN]],
+    )  # fmt: skip

@@ -31,12 +31,12 @@ from outbox_admin.status import charts, status_commands
 from outbox_admin.status.charts import Chart, Frame, by_topic, of_topic, spark, titled
 from outbox_admin.status.last_hour import JOINED, WHOLE, History, Seen, Values
 from outbox_admin.status.live_workers import shards_without_worker
-from outbox_admin.status.problems import SHOWN, Action, Problem, find
+from outbox_admin.status.problems import SHOWN, Problem, find
 from outbox_admin.status.status_pages import Figures
 from outbox_admin.tasks.lookup import BlockedHead
 from outbox_admin.web import visits
 from outbox_admin.web.visits import ENVIRONMENT, FRESH_SECONDS, Reading, Shared, Visit
-from tests.support.console import bare_console
+from tests.support.console import NOW, OVERVIEW, ago, bare_console, crowded, history, operation, worker
 from tests.support.waiting import eventually
 
 NOON = datetime(2026, 11, 26, 12, tzinfo=UTC)
@@ -173,7 +173,6 @@ EITHER = "either they stopped, or Spanner refuses their writes"
 LIMITED = dataclasses.replace(OLD, at_limit=True)
 FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
 LIMIT = {"orders": TopicControls(rate_per_second=5, burst=10)}
-OVERVIEW = Action("Topics", "/", {}, "topics")
 
 
 def silent(age: float) -> Worker:
@@ -205,7 +204,7 @@ LATENESS = "orders is late: its oldest task has waited 14m"
             "No live worker, so no task is published. Pending: 15 tasks": [
                 *(LATENESS.replace("orders", name) for name in "abc"), "2 more topics late"]}),
         ({"lines": [OLD], "workers": (), "silent": [silent(20), silent(80), *[silent(600)] * 2]}, "bad", {
-            f"No heartbeat since 2026-11-26 11:59:40, of 1 worker: {EITHER}. Pending: 3 tasks": [LATENESS]}),
+            f"No heartbeat since 2026-11-26 11:59:40 UTC, of 1 worker: {EITHER}. Pending: 3 tasks": [LATENESS]}),
         ({"silent": [silent(80)] * 2}, "ok", {}),
         ({"silent": [silent(4_000), *[silent(600)] * 3]}, "warn", {
             "3 workers died within the hour, the last one 10m ago: worker-600": []}),
@@ -263,9 +262,7 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
     lines = [dataclasses.replace(OLD, topic=f"topic-{n:03}-of-a-team") for n in range(200)]
     backlog = Backlog(NOON, (WORKER,), lines)
     problems = find(backlog, orphans=[], controls={}, changed_by={}, blocked=())
-    monkeypatch.setattr(
-        admin.status.problems, "read", lambda *_args, **_more: status(backlog=backlog, problems=problems)
-    )
+    monkeypatch.setattr(admin.problems, "read", lambda *_args, **_more: status(backlog=backlog, problems=problems))
     options = argparse.Namespace(json=False, topics=None)
     everything = status_commands._rendered(mock.Mock(), backlog, options).splitlines()
     assert len(everything) > 200
@@ -331,22 +328,6 @@ def test_the_sentence_says_how_old_the_figures_are() -> None:
         assert health(reading) == expected
 
 
-NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
-
-
-def ago(minutes: float) -> datetime:
-    return NOW - timedelta(minutes=minutes)
-
-
-def history(*workers: Worker, gone: dict[str, datetime] | None = None) -> History:
-    return History(NOW, {each.id: Seen(each, (gone or {}).get(each.id)) for each in workers}, {})
-
-
-def worker(id: str = "a", started: float = 300, version: str = "1", **found: Any) -> Worker:
-    minute = int(NOW.timestamp() // 60)
-    return Worker(id, 1.0, ago(started), NOW, {"version": version, "history": {"minute": minute, **found}})
-
-
 def chart(*values: float | None, kind: str = "line", **more: Any) -> Chart:
     """Return a chart whose range ends with these values."""
     given = [*[None] * (MINUTES - len(values)), *values]
@@ -399,11 +380,6 @@ def test_stacked_series_add_up_and_the_lowest_is_drawn_last() -> None:
     assert found.rows()[:2] == [(ago(0.5), ["2", "2"]), (ago(1.5), ["\N{EN DASH}", "1"])]
 
 
-def operation(minutes: float, name: str = "pause", selection: Any = None, tasks: int | None = None) -> Operation:
-    text = json.dumps(selection or {"topics": {"orders": {}}})
-    return Operation("id", name, ago(minutes), None, "ann", text, tasks, None, None, None, None)
-
-
 def test_operations_and_deployments_are_marks_and_near_ones_are_one() -> None:
     """A view changes nothing. A worker that stopped as it was told to is no mark."""
     deployed = [worker(id, started=20, version="2") for id in "bcd"]
@@ -453,18 +429,7 @@ def test_a_topic_has_its_failures_and_only_all_topics_a_latency() -> None:
 
 def test_pages_with_200_topics_and_40_workers_are_light() -> None:
     """As sent without compression: at most 64 kB, with all problems and all minutes that are shown."""
-    values = [n * 37 % 900 for n in range(MINUTES)]
-    names = ("published", "failed", "p95", "pending", "unsent", "oldest")
-    ring = dict.fromkeys(names, values)
-    topics_of = [{f"topic-{n + 40 * m:03}": ring for m in range(5)} for n in range(40)]
-    workers = [worker(f"publishworker-{n:040}", all=ring, topics=topics_of[n]) for n in range(40)]
-    lines = [Line(f"topic-{n:03}", pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
-    backlog = Backlog(NOW, workers, lines)
-    status = Figures(
-        backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),
-        operations=[operation(n) for n in range(30)], reshard=None,
-        problems=[Problem("late", each.topic, True, f"{each.topic} is late", OVERVIEW) for each in lines[:SHOWN]],
-    )  # fmt: skip
+    status = crowded()
     console = bare_console(status=Shared(lambda _last: status))
     handlers = {route.path: route.handler for route in routes() if route.method == "GET"}
     topics = [("/", f"topics={page}") for page in range(1, 5)]
@@ -475,4 +440,15 @@ def test_pages_with_200_topics_and_40_workers_are_light() -> None:
         page = bytes(handlers[path](visit).body)
         assert 5_000 < len(page) < 64_000, (path, query)
         listed += re.findall(b'row"><a href="/topic.name=([^"]+)', page) if "topics=" in query else []
-    assert sorted(listed) == [each.topic.encode() for each in lines]
+    assert sorted(listed) == sorted(each.topic.encode() for each in status.backlog.lines)
+
+
+@pytest.mark.parametrize(("number", "is_cut"), [(15, False), (16, True)])
+def test_a_phone_leaves_out_topics_only_if_a_link_leads_to_all(number: int, is_cut: bool) -> None:
+    """The style sheet leaves out those of a table of the class `first`."""
+    whole = crowded()
+    status = dataclasses.replace(whole, backlog=dataclasses.replace(whole.backlog, lines=whole.backlog.lines[:number]))
+    console = bare_console(status=Shared(lambda _last: status))
+    visit = Visit(console=console, person="ann", roles=frozenset(), path="/")
+    page = bytes(next(route.handler for route in routes() if route.path == "/")(visit).body).decode()
+    assert ('class="topics first"' in page, f"All {number} topics" in page) == (is_cut, is_cut)

@@ -17,13 +17,15 @@ from starlette.datastructures import QueryParams
 
 import outbox_admin as admin
 from outbox.base.values import shown
-from outbox.table.states import CANCELLED, STATES
+from outbox.table.states import CANCELLED, NEVER, STATES
 from outbox_admin import cli
 from outbox_admin.change_kinds import KINDS
 from outbox_admin.changes.running import Running
 from outbox_admin.operations import INTERRUPTED_AFTER, Operation
+from outbox_admin.tasks.lookup import Task
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import address_of, command_of, selection_of
+from outbox_admin.tasks.task_pages import _time_line
 from outbox_admin.web.roles import Refused
 from outbox_admin.web.visits import CONTENTS, ENVIRONMENT, FILES, Visit, described
 from publishworker.pubsub.failures import REASONS, FailureKind
@@ -37,6 +39,26 @@ VISIT = Visit(console=bare_console(), person="jane", roles=frozenset(), path="/t
 
 def read(query: dict[str, Any]) -> TaskSelection:
     return selection_of(QueryParams(urlencode(query, doseq=True)), NOW)
+
+
+def test_a_time_line_has_the_attempts_of_a_task_as_far_as_its_row_knows_them() -> None:
+    """A worker records the number of failures, and when the next attempt is due."""
+    minutes = [NOW + timedelta(minutes=n) for n in range(4)]
+    names = ("CreatedAt", "AvailableAt", "DueAt", "ExpiresAt", "SentAt", "CancelledBy", "BlockedBy")
+    for as_of, more, expected in (
+        (minutes[0], {"Attempts": 0}, ["registered", "due"]),
+        (minutes[2], {"Attempts": 3}, ["registered", "3 attempts failed", "attempt 4 is due"]),  # a worker has it
+        (minutes[0], {"Attempts": 1, "DueAt": NOW}, ["registered", "1 attempt failed", "attempt 2 is due"]),
+        (minutes[3], {"Attempts": 8, "AvailableAt": NEVER}, ["registered", "8 attempts failed"]),
+        (minutes[0], {"Attempts": 1, "DueAt": minutes[3], "BlockedBy": "head"},
+         ["registered", "1 attempt failed", "the head of its key is checked again", "first due"]),
+        (minutes[3], {"Attempts": 0, "SentAt": minutes[2]}, ["registered", "sent"]),
+        (minutes[3], {"Attempts": 2, "SentAt": minutes[2], "CancelledBy": "application"},
+         ["registered", "2 attempts failed", "cancelled by an application"]),
+    ):  # fmt: skip
+        columns = dict.fromkeys(names) | {"Id": "a", "CreatedAt": NOW, "AvailableAt": minutes[1]} | more
+        line = [text.partition(", at times")[0] for _, text, _ in _time_line(Task("any", columns, as_of), ())]
+        assert line == expected
 
 
 @pytest.mark.parametrize("ids", [None, ("a", "b/../c", "\x00<script>")])

@@ -48,7 +48,7 @@ function update(page) {
   const ids = isStill || isHeld ? ["health", "person"] : ["health", "person", "live"];
   if (!ids.every((id) => page.getElementById(id))) throw new Error("The console's answer is incomplete.");
   // What a person opens stays open, and a plot keeps the focus.
-  const kept = { DETAILS: "open", svg: "tabindex" };
+  const kept = { DETAILS: "open", INPUT: "checked", svg: "tabindex" };
   const callbacks = {
     beforeAttributeUpdated: (name, element) => kept[element.tagName] !== name,
     beforeNodeMorphed: (element) => element.tagName !== "OUTPUT",
@@ -74,28 +74,29 @@ function update(page) {
   }
 }
 
-// Times are in UTC, or in the time of the reader, who chooses once. The title has both. The first one names the zone.
-const TIMES = "outbox-times", BUTTON = document.getElementById("times"), ZONE = document.getElementById("zone");
+// Times are in UTC, or in the time of the reader, who chooses once. The title has both. Short ones are below a zone.
+const TIMES = "outbox-times", BUTTON = document.getElementById("times");
 let isLocal = false;
 try {
   isLocal = localStorage.getItem(TIMES) === "local";
 } catch {
   // A policy may block the data of sites. The choice then holds for this page.
 }
+const zone = () => isLocal ? Intl.DateTimeFormat().resolvedOptions().timeZone : "UTC";
 function showTimes() {
-  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   for (const each of document.querySelectorAll("time[datetime], [data-time]")) {
     const time = new Date(each.getAttribute("datetime") ?? each.dataset.time);
     if (Number.isNaN(time.getTime())) continue; // the text stays
     const [day, clock] = [time.toLocaleDateString("sv"), time.toLocaleTimeString("sv")];
-    each.dataset.utc ??= each.dataset.time || !each.querySelector(".copied") ? each.textContent : "";
-    if (each.dataset.utc) each.textContent = !isLocal ? each.dataset.utc : each.dataset.utc.length < 6 ? clock.slice(0, 5) : `${day} ${clock}`;
-    if (isLocal && each.matches(".as-of > time")) each.textContent += ` ${zone}`;
+    const part = each.querySelector(".copied") ?? each;
+    const utc = (part.dataset.utc ??= part.textContent);
+    const local = utc.length < 6 ? clock.slice(0, 5) : utc.replace(/\d{4}-.* UTC/, `${day} ${clock} ${zone()}`);
+    part.textContent = isLocal ? local : utc;
     if (each.tagName === "TIME") each.title = `${time.toISOString().slice(0, 19).replace("T", " ")} UTC, ${day} ${clock} here`;
   }
+  for (const each of document.querySelectorAll("[data-zone]")) each.textContent = zone();
   BUTTON.hidden = false;
   BUTTON.textContent = isLocal ? "Show times in UTC" : "Show local times";
-  ZONE.textContent = isLocal ? `Times are of ${zone}. Those with UTC beside them, and those in forms, are in UTC.` : "Times are in UTC.";
 }
 BUTTON.addEventListener("click", () => {
   isLocal = !isLocal;
@@ -123,7 +124,7 @@ function showMinute() {
       const time = new Date(Date.parse(plot.dataset.first) + 60_000 * chosen.at);
       const names = [...figure.querySelectorAll(".legend > span")].map((each) => each.childNodes[1].data.trim());
       const values = minutes[chosen.at].split(";").map((value, number) => `${names[number]} ${value}`);
-      text = `${isLocal ? time.toLocaleTimeString("sv").slice(0, 5) : `${time.toISOString().slice(11, 16)} UTC`}: ${values.join(" · ")}`;
+      text = `${isLocal ? time.toLocaleTimeString("sv").slice(0, 5) : time.toISOString().slice(11, 16)} ${zone()}: ${values.join(" · ")}`;
       for (const end of ["x1", "x2"]) line.setAttribute(end, `${(100 * (chosen.at + 0.5)) / minutes.length}%`);
     }
     line.setAttribute("visibility", text ? "visible" : "hidden");
