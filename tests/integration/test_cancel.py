@@ -151,30 +151,6 @@ def test_a_processed_task_stays_processed_when_it_is_cancelled(database: Databas
     assert database.run_in_transaction(lambda both: (outbox.cancel(both, "id"), process(both))) == (True, False)
 
 
-def test_a_task_of_the_same_transaction_is_not_cancelled(database: Database) -> None:
-    """Whichever function has registered it, also with a random ID."""
-    insert(database, [row("id", AvailableAt=FUTURE), row("other")])
-
-    def work(transaction: Any) -> None:
-        assert outbox.cancel(transaction, "id")
-        assert not outbox.register_once(transaction, "bills", b"", task_id="id")
-        ids = [
-            outbox.register(transaction, "bills", b"", task_id="a"),
-            outbox.register(transaction, "orders", b""),
-            *outbox.register_many(transaction, [outbox.Task("orders", b""), outbox.Task("orders", b"", task_id="b")]),
-        ]
-        assert outbox.register_once(transaction, "orders", b"", task_id="once")
-        assert not outbox.register_once(transaction, "orders", b"", task_id="other")
-        for id in (*ids, "once"):
-            with pytest.raises(outbox.InvalidTransaction, match=f"task '{id}' was registered by the same transaction"):
-                outbox.cancel(transaction, id)
-        assert outbox.cancel(transaction, "other")
-
-    database.run_in_transaction(work)
-    cancelled = {id: each["Topic"] for id, each in rows_of(database).items() if each["CancelledBy"]}
-    assert cancelled == {"id": "orders", "other": "orders"}
-
-
 def test_concurrent_cancels_of_a_key_release_its_next_task(database: Database, run_async: Callable[..., Any]) -> None:
     """In one transaction, as its first requests. A task of this transaction is refused here, too."""
     insert(database, line("a", {"AvailableAt": FUTURE}, *[DEFERRED] * 4))

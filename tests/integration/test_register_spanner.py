@@ -28,7 +28,6 @@ from outbox.table import timeouts
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.clients import aio
 from tests.support.drivers import aborting
-from tests.support.operations import delete, update
 from tests.support.processes import ROOT
 from tests.support.proxy import Proxy
 from tests.support.relays import execute
@@ -121,36 +120,6 @@ def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
     assert counts.keys() == set(range(10))
     # 9 degrees of freedom, 0.01 %.
     assert sum((count - 1_000) ** 2 / 1_000 for count in counts.values()) < 33.7
-
-
-def test_register_once_registers_in_the_first_transaction_only(database: Database) -> None:
-    """The later transaction commits its other writes. Sent or not, the row counts until it is deleted."""
-
-    def again(transaction: Any) -> bool:
-        transaction.insert("AsynchronousTaskTopics", ("Topic",), [("effect",)])
-        return once(transaction)
-
-    assert database.run_in_transaction(once) is True
-    assert database.run_in_transaction(again) is False
-    assert ids(database) == ["t"]
-    assert query(database, "SELECT Topic FROM AsynchronousTaskTopics") == [["effect"]]
-    update(database, "t", SentAt=COMMIT_TIMESTAMP)
-    assert database.run_in_transaction(once) is False
-    delete(database, "t")
-    assert database.run_in_transaction(once) is True
-
-
-def test_register_once_twice_in_one_transaction_registers_once(database: Database) -> None:
-    """A read does not return buffered inserts, yet the second call returns False, also after plain `register`."""
-
-    def work(transaction: Any) -> list[Any]:
-        outbox.register(transaction, "orders", b"", task_id="plain")
-        first = once(transaction)
-        one = list(transaction.execute_sql("SELECT 1"))
-        return [first, one, once(transaction), once(transaction, "plain"), once(transaction, "other")]
-
-    assert database.run_in_transaction(work) == [True, [[1]], False, False, True]
-    assert ids(database) == ["other", "plain", "t"]
 
 
 def test_one_of_two_concurrent_transactions_registers(database: Database) -> None:

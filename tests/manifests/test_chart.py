@@ -155,15 +155,6 @@ def test_a_parent_chart_installs_it_twice_or_not_at_all(tmp_path: Path) -> None:
     assert len(objects.selectors()) == 3
 
 
-def test_the_selectors_are_those_of_the_first_version(chart: Any) -> None:
-    """Kubernetes refuses another selector of a Deployment, so `kubectl apply` and `helm upgrade` would fail."""
-    for release in ("publishworker", "eu"):
-        objects = installed(chart, release, console={"enabled": True})
-        selectors = [each["spec"]["selector"]["matchLabels"] for each in objects.of_kind("Deployment")]
-        for found, name in zip(selectors, ("publishworker", "outbox-console"), strict=True):
-            assert found == {"app.kubernetes.io/instance": release, "app.kubernetes.io/name": name}
-
-
 @pytest.mark.parametrize(
     ("image", "reference", "version"),
     [

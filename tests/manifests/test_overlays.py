@@ -137,14 +137,6 @@ def test_deleting_the_overlay_keeps_the_namespace() -> None:
     assert {each["metadata"]["namespace"] for each in objects} == {namespace["metadata"]["name"]}
 
 
-def test_the_selectors_are_those_of_the_first_version() -> None:
-    """Kubernetes refuses another selector of a Deployment, so `kubectl apply` would fail."""
-    for folder, name in (("base", "publishworker"), ("overlays/production", "publishworker")):
-        selector = rendered(folder).the("Deployment", name)["spec"]["selector"]
-        names = {"app.kubernetes.io/instance": name, "app.kubernetes.io/name": name}
-        assert selector == {"matchLabels": names}
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
     """The worker knows and accepts each variable, can write its heartbeat, and has time for a graceful shutdown."""

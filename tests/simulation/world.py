@@ -26,12 +26,7 @@ from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.operators import CHUNK, Follower, Operators, virtual_time
 from tests.simulation.plan import FAULTS, Fault, Plan
 from tests.simulation.pubsub import PubSub
-from tests.simulation.spanner import (
-    MAX_QUEUE_SECONDS,
-    Aborted,
-    Connection,
-    Spanner,
-)
+from tests.simulation.spanner import MAX_QUEUE_SECONDS, Aborted, Connection, Spanner
 from tests.specification.trace import Trace
 from tests.support.fakes import serialized
 from tests.support.parts import relay_of

@@ -133,9 +133,13 @@ class Django(DbApi):
 
         self.errors = db
         wrapper = connections["default"]
+        project = self._client.project
         wrapper.settings_dict |= {
-            "INSTANCE": self._instance_id, "NAME": self._database_id, "OPTIONS": {"client": self._client}
-        }  # fmt: skip
+            "PROJECT": project,  # of its spans; it connects to that of GOOGLE_CLOUD_PROJECT, or of the options
+            "INSTANCE": self._instance_id,
+            "NAME": self._database_id,
+            "OPTIONS": {"client": self._client, "project": project},
+        }
 
     def close(self) -> None:
         from django.db import connections

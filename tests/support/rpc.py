@@ -13,14 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from threading import Event, Lock
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from google.cloud.spanner_v1 import (
-    CommitRequest,
-    RollbackRequest,
-)
+from google.cloud.spanner_v1 import CommitRequest, RollbackRequest
 from google.iam.v1.policy_pb2 import Policy
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
@@ -54,9 +50,7 @@ class Served:
         self._server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._server.stop(1).wait(5)  # in order, or clients log a line
         self._pool.shutdown()
 
@@ -71,10 +65,8 @@ class Forwarding(Served):
         """Prepare; nothing is sent before the first call."""
         self._channel = grpc.insecure_channel(target, options=UNLIMITED)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
         self._channel.close()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

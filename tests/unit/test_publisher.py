@@ -65,12 +65,6 @@ def received(server: PubSubServer) -> list[str]:
     return [message.attributes[TASK_ID_ATTRIBUTE] for each in server.requests for message in each.messages]
 
 
-def test_a_batch_is_one_request(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """A thousand tasks cost one round trip; a bare topic ID belongs to the worker's project."""
-    assert len(sent(publisher.publish("orders", [row(str(n)) for n in range(1000)], 5))) == 1000
-    assert [(request.topic, len(request.messages)) for request in server.requests] == [(TOPIC, 1000)]
-
-
 def test_a_failed_request_leaves_no_reference_cycle(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """It would keep the messages of the batch in memory, because the worker collects garbage rarely."""
     server.publish = refuse(grpc.StatusCode.UNAVAILABLE)

@@ -3,13 +3,11 @@
 import argparse
 import enum
 from datetime import UTC, datetime, timedelta, timezone
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.base.schedules import Backoff, Schedule
 from outbox.base.values import shown, spoken
 from outbox.errors import SettingError
 from outbox.program.settings import MOMENT, NAMES, SECONDS, fields_of, resolved, unknown_variables
@@ -241,16 +239,3 @@ def test_a_printed_time_can_be_read_back(naive: datetime, minutes: int):
 @pytest.mark.parametrize(("seconds", "text"), SPOKEN.items())
 def test_a_duration_is_printed_in_its_two_largest_units(seconds: float, text: str):
     assert spoken(seconds) == text
-
-
-def test_waits_grow_up_to_the_longest_one() -> None:
-    schedule = Schedule(0.5, 4.0)
-    assert [schedule.nth(number) for number in (0, 1, 2, 3, 4, 10**6)] == [0.5, 1, 2, 4, 4, 4]
-    assert (schedule.after(0.5), schedule.after(3.0)) == (1.0, 4.0)
-    backoff = Backoff(schedule, Random(1))
-    for longest in (0.5, 1.0, 2.0, 4.0, 4.0):
-        assert 0.85 * longest <= backoff.next() <= longest
-    assert 0.85 <= backoff.next(1.0) <= 1.0  # a shorter max, from which the waits grow again
-    assert 1.7 <= backoff.next() <= 2.0
-    backoff.reset()
-    assert backoff.next() <= 0.5
