@@ -59,11 +59,10 @@ def samples(packet: str) -> Iterator[Sample]:
 
 
 class Agent:
-    """An agent on a Unix socket, which appears and disappears. `heard` is every sample that came while it was there."""
+    """`heard` is every sample that came while the agent was there."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.environment = {"DD_DOGSTATSD_URL": f"unix://{path}"}
+    def __init__(self, url: str) -> None:
+        self.environment = {"DD_DOGSTATSD_URL": url}
         self.heard: list[Sample] = []
         self.packets = 0
 
@@ -80,19 +79,15 @@ class Agent:
         return [each for each in list(self.heard) if each.name == name]
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Be there for the time of the block; the socket's file is gone afterwards, as with a pod of an agent."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-            end.bind(str(self.path))
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
-            thread = threading.Thread(target=self._listen, args=(end,), daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                end.sendto(b"stop", end.getsockname())
-                thread.join(5)
-                self.path.unlink()
+    def _served(self, end: socket.socket) -> Iterator[None]:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        thread = threading.Thread(target=self._listen, args=(end,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.sendto(b"stop", end.getsockname())
+            thread.join(5)
 
     def _listen(self, end: socket.socket) -> None:
         while (packet := end.recv(1 << 20)) != b"stop":
@@ -100,19 +95,64 @@ class Agent:
             self.heard.extend(samples(packet.decode()))
 
 
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Agent:
-    created = Agent(tmp_path / "dsd.socket")
-    for name, value in created.environment.items():
+class UnixAgent(Agent):
+    """An agent on a Unix socket, which appears and disappears."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"unix://{path}")
+        self.path = path
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Be there for the time of the block; the socket's file is gone afterwards, as with a pod of an agent."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.bind(str(self.path))
+            try:
+                with self._served(end):
+                    yield
+            finally:
+                self.path.unlink()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Agent]:
+    """Yield an agent on a UDP port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.bind(("127.0.0.1", 0))
+        agent = Agent(f"udp://127.0.0.1:{end.getsockname()[1]}")
+        with agent._served(end):
+            yield agent
+
+
+def use(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> None:
+    for name, value in agent.environment.items():
         monkeypatch.setenv(name, value)
-    return created
 
 
 @pytest.fixture
-def silent_socket(agent: Agent) -> Iterator[socket.socket]:
+def unix_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UnixAgent:
+    agent = UnixAgent(tmp_path / "dsd.socket")
+    use(monkeypatch, agent)
+    return agent
+
+
+@pytest.fixture(params=["udp", "unix"])
+def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    if request.param == "udp":
+        with listening() as agent:
+            use(monkeypatch, agent)
+            yield agent
+    else:
+        agent = request.getfixturevalue("unix_agent")
+        with agent.listening():
+            yield agent
+
+
+@pytest.fixture
+def silent_socket(unix_agent: UnixAgent) -> Iterator[socket.socket]:
     """The socket of an agent that reads nothing by itself."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-        end.bind(str(agent.path))
+        end.bind(str(unix_agent.path))
         yield end
 
 
@@ -144,7 +184,7 @@ def test_a_client_that_raises_is_logged_once_and_stops_nothing(caplog: pytest.Lo
     ]
 
 
-def test_an_unavailable_agent_is_logged_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unavailable_agent_is_logged_once(unix_agent: UnixAgent, caplog: pytest.LogCaptureFixture) -> None:
     """Its socket appears, disappears and appears again. Samples sent meanwhile are lost, the rest arrives."""
     metrics = Metrics(client("datadog"))
     assert isinstance(metrics._client, DogStatsd)
@@ -157,24 +197,23 @@ def test_an_unavailable_agent_is_logged_once(agent: Agent, caplog: pytest.LogCap
     with caplog.at_level(logging.INFO):
         send()
         for count in (1, 2):
-            with agent.listening():
+            with unix_agent.listening():
                 send()
-                eventually(lambda count=count: agent.counts[m.PUBLISHED.name] == count)
+                eventually(lambda count=count: unix_agent.counts[m.PUBLISHED.name] == count)
             send()
         metrics.stop()
-    assert agent.counts[m.PUBLISHED.name] == 2
+    assert unix_agent.counts[m.PUBLISHED.name] == 2
     [record] = caplog.records
     assert record.getMessage().startswith("Metrics are lost, and publishing continues")
 
 
 def test_buffered_samples_are_sent_at_the_end(agent: Agent) -> None:
     """Samples of a whole batch share a packet, and none is left behind."""
-    with agent.listening():
-        metrics = Metrics(client("datadog"))
-        for number in range(100):
-            metrics.sample(m.LATENCY, number / 10, topic="orders")
-        metrics.stop()
-        eventually(lambda: len(agent.named(m.LATENCY.name)) == 100)
+    metrics = Metrics(client("datadog"))
+    for number in range(100):
+        metrics.sample(m.LATENCY, number / 10, topic="orders")
+    metrics.stop()
+    eventually(lambda: len(agent.named(m.LATENCY.name)) == 100)
     assert agent.packets < 20
     assert {each.type for each in agent.heard} == {"distribution"}
 
@@ -236,7 +275,7 @@ def test_every_sent_metric_is_documented_with_its_tags(
     emulators: Emulators, database: Database, topic: str, tmp_path: Path
 ) -> None:
     """Names, types and tags of a run with failures match the table. Each metric that every worker sends was sent."""
-    agent = Agent(tmp_path / "dsd.socket")
+    agent = UnixAgent(tmp_path / "dsd.socket")
     environment = settings(emulators, database.database_id, tmp_path / "heartbeat", **agent.environment, **SERVICE)
     with agent.listening(), altered(OFTEN, environment, "--batch-size", "10") as process:
         insert_undecodable(database, "garbage", topic, "key")
