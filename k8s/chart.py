@@ -76,6 +76,7 @@ REPLACED = {
     r"(replicas: 2)$": '{{- if not (or .Values.autoscaling.enabled (kindIs "invalid" .Values.replicas)) }}\n'
     "  replicas: {{ .Values.replicas }}\n  {{- end }}",
     r"(minReplicas|maxReplicas): \d+$": r"\1: {{ .Values.autoscaling.\1 }}",
+    r"^(spec:\n  maxUnavailable: )1$": r"\1{{ .Values.podDisruptionBudget.maxUnavailable }}",
     r"averageValue: '5000'$": "averageValue: {{ .Values.autoscaling.averageValue | quote }}",
     # As in the base, 30 s more than the setting, whose value can be a fraction.
     r"(terminationGracePeriodSeconds: )60$": r'\1{{ add 30 (ceil (float64 (default "30" '
@@ -121,6 +122,7 @@ replicas: 2
 settings:
 @settings@
 # Variables of other libraries, and variables with `valueFrom`, as in a container of a pod. They replace the chart's.
+# OUTBOX_SHUTDOWN_TIMEOUT is only in `settings`, because the grace period of the pods follows it.
 extraEnv: []
 envFrom: []
 # Where the metrics go, by a component: datadog-csi, datadog-udp or opentelemetry. Without one, there are none.
@@ -137,6 +139,7 @@ autoscaling:
   metrics: []
 podDisruptionBudget:
   enabled: true
+  maxUnavailable: 1
 # Denies all ingress. `egress` replaces the rules, which are those of GKE: docs/operations/deploy.md.
 networkPolicy:
   enabled: false

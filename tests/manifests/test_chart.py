@@ -3,6 +3,10 @@
 import importlib.util
 import re
 import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +174,7 @@ def test_the_selectors_are_those_of_the_first_version(chart: Any) -> None:
         ({}, f"publishworker:{__version__}", __version__),
         ({"repository": "localhost:5000/a/b", "tag": "x" * 62 + ".-1"}, f"localhost:5000/a/b:{'x' * 62}.-1", "x" * 62),
         ({"tag": "_1_"}, "publishworker:_1_", "1"),
+        ({"repository": "[fd00::1]:5000/a/b", "tag": "1"}, "[fd00::1]:5000/a/b:1", "1"),
     ],
 )
 def test_the_tag_is_the_label_and_a_digest_pins_the_image(
@@ -235,6 +240,7 @@ USUAL: list[tuple[dict[str, Any], str, str, Any]] = [
     ({"initContainers": [SIDE]}, "Deployment", f"{POD}.initContainers", [SIDE]),
     ({"extraContainers": [SIDE]}, "Deployment", f"{POD}.containers.-1", SIDE),
     ({"topologySpreadConstraints": [SELECTED]}, "Deployment", f"{POD}.topologySpreadConstraints", [SELECTED]),
+    ({"podDisruptionBudget": {"maxUnavailable": "25%"}}, "PodDisruptionBudget", "spec.maxUnavailable", "25%"),
     ({"nameOverride": "relay"}, "Deployment", "metadata.name", "shop-relay"),
     ({"fullnameOverride": "relay"}, "Deployment", "metadata.name", "relay"),
     ({"replicas": 5}, "Deployment", "spec.replicas", 5),
@@ -305,6 +311,8 @@ def test_an_autoscaler_without_a_metric_is_refused(chart: Any) -> None:
         ({"image": {"digest": "sha256:1"}}, "image/digest"),
         ({"env": "my env"}, "'/env'"),
         ({"extraEnv": [{"value": "a"}]}, "missing property 'name'"),
+        ({"extraEnv": [{"name": "OUTBOX_SHUTDOWN_TIMEOUT", "value": "600"}]}, "extraEnv/0/name"),
+        ({"podDisruptionBudget": {"maxUnavailable": "some"}}, "podDisruptionBudget/maxUnavailable"),
         ({"job": {"args": "retry"}}, "got string, want array"),
         ({"autoscaling": {"averageValue": 5000}}, "got number, want string"),
         ({"metrics": "datadog"}, "value must be one of '', 'datadog-csi', 'datadog-udp', 'opentelemetry'"),
@@ -328,3 +336,23 @@ def test_wrong_values_are_refused(chart: Any, wrong: dict[str, Any], sentence: s
     """Helm validates values before it renders. A number without quotes would become 8e+06."""
     with pytest.raises(Exception, match=re.escape(sentence)):
         chart.validate_schema(chart.merge_values(wrong))
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/healthz" else 404)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "[::]", "127.0.0.1"])
+def test_the_probe_of_the_console_asks_the_port_of_its_setting(chart: Any, bind: str) -> None:
+    """Otherwise the kubelet would restart the console at another port again and again."""
+    objects = installed(chart, console={"enabled": True})
+    [container] = objects.the("Deployment", "publishworker-console")["spec"]["template"]["spec"]["containers"]
+    _, _, program = container["livenessProbe"]["exec"]["command"]
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"OUTBOX_BIND": f"{bind}:{server.server_port}"}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
