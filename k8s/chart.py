@@ -78,9 +78,12 @@ REPLACED = {
     r"(minReplicas|maxReplicas): \d+$": r"\1: {{ .Values.autoscaling.\1 }}",
     r"^(spec:\n  maxUnavailable: )1$": r"\1{{ .Values.podDisruptionBudget.maxUnavailable }}",
     r"averageValue: '5000'$": "averageValue: {{ .Values.autoscaling.averageValue | quote }}",
-    # As in the base, 30 s more than the setting, whose value can be a fraction.
-    r"(terminationGracePeriodSeconds: )60$": r'\1{{ add 30 (ceil (float64 (default "30" '
-    ".Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}",
+    # As in the base, 30 s more than the setting, whose value can be a fraction. A variable of extraEnv replaces it.
+    r"(terminationGracePeriodSeconds: )60$": '{{- $timeout := default "30" '
+    ".Values.settings.OUTBOX_SHUTDOWN_TIMEOUT }}\n"
+    '      {{- range .Values.extraEnv }}{{ if eq .name "OUTBOX_SHUTDOWN_TIMEOUT" }}'
+    "{{ $timeout = default $timeout .value }}{{ end }}{{ end }}\n"
+    r"      \1{{ add 30 (ceil (float64 $timeout)) }}",
 }  # fmt: skip
 #: The templates of the chart: the files of their objects, none for an object of the base, and when the chart has them.
 TEMPLATES = {
@@ -122,7 +125,6 @@ replicas: 2
 settings:
 @settings@
 # Variables of other libraries, and variables with `valueFrom`, as in a container of a pod. They replace the chart's.
-# OUTBOX_SHUTDOWN_TIMEOUT is only in `settings`, because the grace period of the pods follows it.
 extraEnv: []
 envFrom: []
 # Where the metrics go, by a component: datadog-csi, datadog-udp or opentelemetry. Without one, there are none.

@@ -109,7 +109,7 @@ def _of_pods() -> dict[str, Any]:
     """Return the schemas of the values that are fields of pods and containers."""
     variable = _object(
         {
-            "name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$") | {"not": {"const": "OUTBOX_SHUTDOWN_TIMEOUT"}},
+            "name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$"),
             "value": _text(),
             "valueFrom": {"type": "object"},
         }

@@ -200,7 +200,7 @@ def _copy(message: object) -> Any:
             f"message is {class_name(message)}. It must be bytes, a PubsubMessage or a protobuf message{remedy}"
         )
     if message.DESCRIPTOR.full_name == _RECEIVED:  # as data, it would have an ack ID
-        raise TypeError(f"message is {class_name(message)}. Pass its `message`")
+        raise TypeError(f"message is a {_RECEIVED}. Pass its `message`")
     try:
         serialized = message.SerializeToString()
     except EncodeError as error:
