@@ -76,10 +76,14 @@ REPLACED = {
     r"(replicas: 2)$": '{{- if not (or .Values.autoscaling.enabled (kindIs "invalid" .Values.replicas)) }}\n'
     "  replicas: {{ .Values.replicas }}\n  {{- end }}",
     r"(minReplicas|maxReplicas): \d+$": r"\1: {{ .Values.autoscaling.\1 }}",
+    r"^(spec:\n  maxUnavailable: )1$": r"\1{{ .Values.podDisruptionBudget.maxUnavailable }}",
     r"averageValue: '5000'$": "averageValue: {{ .Values.autoscaling.averageValue | quote }}",
-    # As in the base, 30 s more than the setting, whose value can be a fraction.
-    r"(terminationGracePeriodSeconds: )60$": r'\1{{ add 30 (ceil (float64 (default "30" '
-    ".Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}",
+    # As in the base, 30 s more than the setting, whose value can be a fraction. A variable of extraEnv replaces it.
+    r"(terminationGracePeriodSeconds: )60$": '{{- $timeout := default "30" '
+    ".Values.settings.OUTBOX_SHUTDOWN_TIMEOUT }}\n"
+    '      {{- range .Values.extraEnv }}{{ if eq .name "OUTBOX_SHUTDOWN_TIMEOUT" }}'
+    "{{ $timeout = default $timeout .value }}{{ end }}{{ end }}\n"
+    r"      \1{{ add 30 (ceil (float64 $timeout)) }}",
 }  # fmt: skip
 #: The templates of the chart: the files of their objects, none for an object of the base, and when the chart has them.
 TEMPLATES = {
@@ -137,6 +141,7 @@ autoscaling:
   metrics: []
 podDisruptionBudget:
   enabled: true
+  maxUnavailable: 1
 # Denies all ingress. `egress` replaces the rules, which are those of GKE: docs/operations/deploy.md.
 networkPolicy:
   enabled: false

@@ -25,7 +25,7 @@ POD = {
 }  # fmt: skip
 #: What a registry and a label accept, so that a wrong value fails here and not in a pod.
 _PART = "[a-z0-9]+([._-]+[a-z0-9]+)*"
-REPOSITORY = rf"^([A-Za-z0-9.-]+(:[0-9]+)?/)?{_PART}(/{_PART})*$"
+REPOSITORY = rf"^(([A-Za-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?/)?{_PART}(/{_PART})*$"
 IMAGE = {
     "repository": REPOSITORY,
     "tag": r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$",
@@ -72,7 +72,12 @@ def _of_release() -> dict[str, Any]:
                 "metrics": _list(_fields("metricspec-autoscaling-v2")),
             }
         ),
-        "podDisruptionBudget": _object({"enabled": yes}),
+        "podDisruptionBudget": _object(
+            {
+                "enabled": yes,
+                "maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]{1,3}%$"},
+            }
+        ),
         "networkPolicy": _object({"enabled": yes, "egress": _list(_fields("networkpolicyegressrule-networking-v1"))}),
         "serviceAccount": _object({"create": yes, "name": account, "annotations": map}),
         "job": _object(
@@ -103,7 +108,11 @@ def _of_release() -> dict[str, Any]:
 def _of_pods() -> dict[str, Any]:
     """Return the schemas of the values that are fields of pods and containers."""
     variable = _object(
-        {"name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$"), "value": _text(), "valueFrom": {"type": "object"}}
+        {
+            "name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$"),
+            "value": _text(),
+            "valueFrom": {"type": "object"},
+        }
     )
     return {
         "extraEnv": _list(variable | {"required": ["name"]}),

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError, EncodeError
 from google.protobuf.message import Message as ProtobufMessage
-from google.pubsub_v1.types import PublishRequest, PubsubMessage
+from google.pubsub_v1.types import PublishRequest, PubsubMessage, ReceivedMessage
 from proto import Message as ProtoPlusMessage
 
 from outbox import observing
@@ -37,6 +37,7 @@ _DATA = (bytes, bytearray, memoryview)
 # The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
 # created at run time, so they are Any for the type checker.
 RawPubsubMessage: Any = PubsubMessage.pb()
+_RECEIVED: Any = ReceivedMessage.pb().DESCRIPTOR.full_name
 RawPublishRequest: Any = PublishRequest.pb()
 
 
@@ -198,6 +199,8 @@ def _copy(message: object) -> Any:
         raise TypeError(
             f"message is {class_name(message)}. It must be bytes, a PubsubMessage or a protobuf message{remedy}"
         )
+    if message.DESCRIPTOR.full_name == _RECEIVED:  # as data, it would have an ack ID
+        raise TypeError(f"message is a {_RECEIVED}. Pass its `message`")
     try:
         serialized = message.SerializeToString()
     except EncodeError as error:

@@ -55,7 +55,7 @@ def app(
     pages = routes()
     if path_prefix and (same := [each.path for each in pages if f"{each.path}/".startswith(f"{path_prefix}/")]):
         raise SettingError(
-            f"path_prefix: {path_prefix} is also the beginning of a page's path, {same[0]}. Choose another prefix, "
+            f"the path prefix {path_prefix} is also the beginning of a page's path, {same[0]}. Choose another prefix, "
             "because a proxy may remove it"
         )
     table = TaskTable(database, "outbox-console")

@@ -17,6 +17,7 @@ from typing import Any
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
 
+from outbox.base.values import class_name
 from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
 from outbox.inbox.receiver import (
     BatchHandle,
@@ -117,6 +118,9 @@ class Handler:
         for is_kind, kind in _WITHOUT_EFFECT.items():
             if is_kind(handle):
                 raise TypeError(f"{name_of(handle)} is {kind}. It must be a plain function")
+        if not callable(handle):
+            call = f"{type(self).__name__}(...)(function)"
+            raise TypeError(f"handle is {class_name(handle)}. It must be a function, because {call} is the callback")
         try:
             inspect.signature(handle).bind(None, None)
         except TypeError as error:
@@ -167,7 +171,7 @@ class BatchHandler(Handler):
             TypeError: see `Handler`.
         """
         super().__init__(database, consumer=consumer, key=key, missing_task_id=missing_task_id, **transaction_options)
-        if not (isinstance(max_batch, int) and 1 <= max_batch <= MAX_BATCH):
+        if not (isinstance(max_batch, int) and not isinstance(max_batch, bool) and 1 <= max_batch <= MAX_BATCH):
             raise ValueError(f"max_batch is {max_batch!r}. It must be 1 to {MAX_BATCH:,}")
         if not (isinstance(max_delay, int | float) and 0 <= max_delay <= MAX_DELAY_SECONDS):
             raise ValueError(f"max_delay is {max_delay!r}. It must be 0 to {MAX_DELAY_SECONDS:,} seconds")

@@ -305,7 +305,12 @@ class Settings:
             names = " and ".join(field.flag for field in missing)
             variables = " and ".join(field.variable for field in missing)
             raise SettingError(f"Pass {names}, or set {variables}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except SettingError as error:  # it names flags, but some values are of variables
+            sources = {field.flag: source for field, (source, _) in given.items() if " " not in source}
+            text = re.sub(r"--[a-z][a-z-]*", lambda found: sources.get(found[0], found[0]), str(error))
+            raise SettingError(text) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Workers, commands, pages and files use this table of fields. Any program may wri
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -94,28 +94,47 @@ LIMITS = ("rate_per_second", "burst", "max_in_flight")
 POLICY = ("max_attempts", "backoff_initial_seconds", "backoff_max_seconds", "dead_after_seconds")
 
 CONTROLS_TABLE = "AsynchronousTaskTopics"
-CONTROLS_COLUMNS = ("Topic", *(name.title().replace("_", "") for name in (*FIELDS, "probe_requested_at")))
+
+
+def column(field: str) -> str:
+    """Return `MaxInFlight` for `max_in_flight`."""
+    return field.title().replace("_", "")
+
+
+def flag(field: str) -> str:
+    """Return `--max-in-flight` for `max_in_flight`. `paused` has no flag."""
+    return VALUES[field].flag if field in VALUES else field
+
+
+CONTROLS_COLUMNS = ("Topic", *map(column, (*FIELDS, "probe_requested_at")))
 #: The topic controls. Reads a whole small table, with one row for each topic that has any.
 CONTROLS = f"SELECT {', '.join(CONTROLS_COLUMNS)} FROM {CONTROLS_TABLE}"  # noqa: S608 - constants
 
 
-def problems(controls: TopicControls) -> dict[str, str]:
-    """Return why fields have a value that is not allowed."""
+def problems(controls: TopicControls, named: Callable[[str], str] = column) -> dict[str, str]:
+    """Return a sentence for each field that has a value that is not allowed.
+
+    `named` returns what the reader calls a field: `column`, `flag`, or `str` for the key of a file.
+    """
     found = {
-        name: f"is {value!r}. It must be {bounds}"
+        name: f"{named(name)} is {value!r}. It must be {bounds}"
         for name, (*_, kind) in VALUES.items()
         if (bounds := kind.bounds) and (value := getattr(controls, name)) is not None and not bounds.contain(value)
     }
     if not isinstance(controls.paused, bool):
-        found["paused"] = f"is {controls.paused!r}. It must be true or false"
+        found["paused"] = f"{named('paused')} is {controls.paused!r}. It must be true or false"
     to: object = controls.publish_to
     if to is not None and not (isinstance(to, str) and re.fullmatch(TOPIC, to)):
-        found["publish_to"] = f"is {to!r:.300}. It must be {_TOPIC_NAME.allowed}"
+        found["publish_to"] = f"{named('publish_to')} is {to!r:.300}. It must be {_TOPIC_NAME.allowed}"
     if (controls.rate_per_second is None) != (controls.burst is None):
-        found.setdefault("rate_per_second", "and burst go together. Set both or neither")
+        both = f"{named('rate_per_second')} and {named('burst')} go together. Set both or neither"
+        found.setdefault("rate_per_second", both)
     first, longest = controls.backoff_initial_seconds, controls.backoff_max_seconds
     if found.keys().isdisjoint(POLICY) and first is not None and longest is not None and first > longest:
-        found["backoff_initial_seconds"] = f"is {first!r}. It must not exceed backoff_max_seconds, which is {longest!r}"
+        found["backoff_initial_seconds"] = (
+            f"{named('backoff_initial_seconds')} is {first!r}. It must not exceed {named('backoff_max_seconds')}, "
+            f"which is {longest!r}"
+        )
     return found
 
 

@@ -257,11 +257,15 @@ class RedeliveringSubscriber:
         is raised here.
 
         Raises:
-            AssertionError: a message was delivered ten times and not acknowledged. It names the last error that the
-                inbox has logged, or says that the callback does not acknowledge.
+            AssertionError: there is no message, or one was delivered ten times and not acknowledged. It names the last
+                error that the inbox has logged, or says that the callback does not acknowledge.
             TypeError: the callback has returned, but its work is not finished: it is a coroutine function, for example.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
+        if not self._lanes:
+            raise AssertionError(
+                "there is no message to deliver. Call outbox_relay.drain() first, and check the name of the topic"
+            )
         log, failures = logging.getLogger("outbox"), _Failures()
         log.addFilter(failures)
         try:

@@ -27,7 +27,7 @@ from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.tasks.task_filters import HOPELESS, address_of, command_of, is_hopeless, selection_of
 from outbox_admin.topics import editing
 from outbox_admin.web.roles import Refused, Role
-from outbox_admin.web.visits import Route, Visit, Work, checked, render
+from outbox_admin.web.visits import Route, Visit, Work, by_fields, checked, render
 
 COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
@@ -140,7 +140,7 @@ def _resent(visit: Visit, selection: TaskSelection) -> TaskSelection:
     except NotReached:
         raise
     except OutboxError as error:
-        raise Refused(400, "The topic cannot be used", str(error), "to") from None
+        raise Refused(400, "The topic cannot be used", by_fields(error), "to") from None
     return selection
 
 

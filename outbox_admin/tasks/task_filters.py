@@ -14,7 +14,7 @@ from outbox_admin.tasks.selections import FILTERS, TaskSelection
 from outbox_admin.tasks.task_flags import check_window
 from outbox_admin.value_types import ID
 from outbox_admin.web.roles import Refused
-from outbox_admin.web.visits import Visit, checked
+from outbox_admin.web.visits import Visit, by_fields, checked
 
 #: The reasons of errors after which no retry can succeed, because they are about the message.
 HOPELESS = ("undecodable", "too_large")
@@ -29,7 +29,7 @@ def selection_of(query: QueryParams, now: datetime) -> TaskSelection:
     try:
         check_window(given.get("since"), given.get("until", now))
     except SettingError as error:
-        raise Refused(400, "The filter matches no task", str(error).removeprefix("--"), "since") from None
+        raise Refused(400, "The filter matches no task", by_fields(error), "since") from None
     ids = tuple(dict.fromkeys(checked(ID, id, "id") for id in query.getlist("id")))
     return TaskSelection(state=state, ids=ids or None, include_expired=bool(query.get("expired")), **given)
 

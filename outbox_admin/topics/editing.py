@@ -18,7 +18,7 @@ from outbox.program.settings import did_you_mean
 from outbox.rows import counts_sql
 from outbox.rows.backlog import COUNT_LIMIT, Count, count, ranges_of
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.table.controls import CONTROLS_COLUMNS, CONTROLS_TABLE, FIELDS, NO_CONTROLS, TopicControls, problems
+from outbox.table.controls import CONTROLS_COLUMNS, CONTROLS_TABLE, FIELDS, NO_CONTROLS, TopicControls, flag, problems
 from outbox.table.states import UNSENT
 from outbox_admin import operations
 from outbox_admin.operations import UNNAMED, Author
@@ -204,10 +204,9 @@ def _check(table: TaskTable, before: Mapping[str, TopicControls], difference: Di
     """Raise SettingError if the change makes a row invalid, and OutboxError if a route leads to a routed topic."""
     after = {topic: row for topic, (_, row) in difference.items() if row}
     for topic, row in after.items():
-        found = problems(row)
+        found = problems(row, flag)
         if found and not problems(before.get(topic, NO_CONTROLS)):
-            texts = "; ".join(f"{name} {text}" for name, text in found.items())
-            raise SettingError(f"topic {topic}: {texts}. Nothing was changed")
+            raise SettingError(f"topic {topic}: {'; '.join(found.values())}. Nothing was changed")
     routes = {
         topic_name(topic, table.project): topic_name(row.publish_to, table.project)
         for topic, row in {**before, **after}.items()

@@ -291,7 +291,7 @@ def parsed(value: Any) -> dict[str, TopicControls]:
         unknown = sorted(given.keys() - {*FIELDS})
         wrong += [f"topics.{topic:.100}.{name:.100} is unknown.{did_you_mean(name, FIELDS)}" for name in unknown]
         controls[topic] = TopicControls(**{name: _number(name, given[name]) for name in FIELDS if name in given})
-        wrong += [f"topics.{topic}.{name} {text}" for name, text in problems(controls[topic]).items()]
+        wrong += [f"topics.{topic}.{sentence}" for sentence in problems(controls[topic], str).values()]
     if wrong:
         sentences = (each if each.endswith((".", "?")) else f"{each}." for each in wrong)
         raise SettingError(f"{' '.join(sentences)} Nothing was changed")

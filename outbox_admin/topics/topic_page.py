@@ -15,7 +15,7 @@ from outbox_admin import operations
 from outbox_admin.operations import Operation
 from outbox_admin.topics import editing
 from outbox_admin.web.roles import Refused, Role
-from outbox_admin.web.visits import Route, Visit, Work, checked, render
+from outbox_admin.web.visits import Route, Visit, Work, by_fields, checked, render
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
@@ -134,8 +134,8 @@ def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], edi
     try:
         return topic, values, editing.preview(visit.console.table, [topic], values, exact=False)
     except SettingError as error:
-        names = (name for name, field in CONTROL_NAMES.items() if field in str(error))
-        raise Refused(400, "The topic was not changed", str(error), next(names, "")) from None
+        names = (name for name in CONTROL_NAMES if f"--{name} " in str(error))
+        raise Refused(400, "The topic was not changed", by_fields(error), next(names, "")) from None
 
 
 def _known(visit: Visit) -> str:

@@ -36,7 +36,7 @@ from outbox.base.values import counted
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_name
 from outbox_admin.web.roles import Identify, Refused, Role, Roles, RolesFile
-from outbox_admin.web.visits import CONTENTS, Console, Route, Visit, Work, answer
+from outbox_admin.web.visits import CONTENTS, Console, Route, Visit, Work, answer, by_fields
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -255,5 +255,5 @@ def _refused(error: Exception, request: Request) -> Refused:
         return Refused(500, "The page failed", "The log of the console has the reason. Reload the page.")
     _log.info("refused %s: %s", trace, f"{error}: {error.__cause__}" if error.__cause__ else error)
     if isinstance(error, NotReached):
-        return Refused(503, "Spanner did not answer", f"{error}. Reload the page.")
-    return error if isinstance(error, Refused) else Refused(400, "This was refused", str(error))
+        return Refused(503, "Spanner did not answer", f"{by_fields(error)}. Reload the page.")
+    return error if isinstance(error, Refused) else Refused(400, "This was refused", by_fields(error))

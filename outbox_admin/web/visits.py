@@ -137,6 +137,14 @@ def checked(kind: SettingType, text: str, field: str) -> Any:
         raise Refused(400, "A field has a wrong value", advice, field) from None
 
 
+def by_fields(error: OutboxError) -> str:
+    """Return the text of an error as a page says it: a field has the name of its flag, and a checkbox stands for force.
+
+    A command, which is between backticks, keeps its flags.
+    """
+    return re.sub(r"(`[^`]*`)|, or (?:pass )?--force|--(?=[a-z])", lambda found: found[1] or "", str(error))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Console:
     """What all visits share."""

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import os
 import signal
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.program import logs
 from outbox.program.channels import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
-from outbox.program.settings import unknown_variables
+from outbox.program.settings import flag_of, unknown_variables
 from outbox.program.terminal import say
 from outbox.rows import backlog
 from outbox.rows.task_table import TaskTable
@@ -54,6 +55,8 @@ _PUBLISH = ("roles/pubsub.publisher", "roles/pubsub.editor", "roles/pubsub.admin
 END_SECONDS = 10.0
 #: A line of the output of `check`: `ok`, `unknown`, `warning`, `wrong`, `missing` or `unreachable`, and a text.
 Finding = tuple[str, str]
+#: Characters before the text of a line.
+INDENT = 12
 
 
 def run(options: argparse.Namespace) -> int:
@@ -162,7 +165,7 @@ def check(options: argparse.Namespace) -> int:
     verdicts = set()
     for verdict, text in _findings(settings, options.topics):
         verdicts.add(verdict)
-        say(f"{verdict:<12}{text}")
+        say(f"{verdict:<{INDENT}}{text}")
     if verdicts & {"missing", "unreachable"}:
         return process.NOT_REACHED
     return process.FAILED if "wrong" in verdicts else process.DONE
@@ -170,7 +173,9 @@ def check(options: argparse.Namespace) -> int:
 
 def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Finding]:
     yield from (("warning", sentence) for sentence in unknown_variables())
-    yield "ok", "settings: " + ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(settings).items())
+    flags = " ".join(f"{flag_of(name)}={value}" for name, value in dataclasses.asdict(settings).items())
+    lines = textwrap.wrap(f"settings: {flags}", 80 - INDENT, break_long_words=False, break_on_hyphens=False)
+    yield from zip(("ok", *("",) * len(lines)), lines, strict=False)
     try:
         found = set(topics)
         yield from _database(settings, found)

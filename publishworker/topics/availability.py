@@ -162,7 +162,7 @@ def split_valid(
     for topic, row in controls.items():
         valid[topic], found = row, problems(row)
         for action, names, sentence in _PARTS:
-            if texts := [f"{name} {found[name]}" for name in names if name in found]:
+            if texts := [found[name] for name in names if name in found]:
                 wrong[action, topic] = f"{sentence.format(topic)}: {'; '.join(texts)}. See AsynchronousTaskTopics"
                 paused = valid[topic].paused or action == "route"
                 valid[topic] = replace(valid[topic], paused=paused, **dict.fromkeys(names))

@@ -74,6 +74,12 @@ def test_a_combination_that_would_open_the_console_is_refused(flags: Mapping[str
         ConsoleSettings.read(flags, {})
 
 
+def test_an_error_about_two_settings_names_the_variable_of_a_value_that_a_variable_has() -> None:
+    sentence = "^--identity-header and OUTBOX_TRUSTED_PROXY need each other"
+    with pytest.raises(SettingError, match=sentence):
+        ConsoleSettings.read({}, {"OUTBOX_TRUSTED_PROXY": "10.0.0.1"})
+
+
 def test_the_defaults_are_closed() -> None:
     settings = ConsoleSettings.read({}, {})
     assert (settings.bind, settings.allow_actions, settings.show_data) == (("127.0.0.1", 8080), False, False)

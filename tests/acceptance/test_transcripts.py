@@ -233,7 +233,8 @@ def test_the_commands_of_a_transcript_print_its_output(
             output += done.stdout + done.stderr
             lines = [*done.stdout.splitlines(), *(f"2> {each}" for each in done.stderr.splitlines())]
             lines += [f"[exit code {done.code}]"] * bool(done.code)
-            printed += [stable(each, database) + "\n" for each in lines]
+            # The names of databases have many lengths, so the lines of `check` with settings end at other places.
+            printed += [stable(each, database) + "\n" for each in lines if not each.startswith(" " * 12 + "--")]
     if os.environ.get("GOLDEN") == "write":
         file.write_text("".join(printed), encoding="utf-8")
     assert "".join(printed) == file.read_text(encoding="utf-8")
@@ -246,7 +247,6 @@ def stable(line: str, database: Database) -> str:
     for name, pattern in (PRINTED | {"HOST:PORT": r"127\.0\.0\.1:\d+"}).items():
         line = re.sub(pattern, name, line)
     line = line.replace(str(database.database_id), "shop").replace(f"on {socket.gethostname()}", "on laptop")
-    line = re.sub(r"(ok +settings: .*batch_size=\d+).*", r"\1, ...", line)
     text = normal(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", line))
     return f"  {text}" if line.startswith("  ") else text
 

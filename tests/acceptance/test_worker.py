@@ -83,7 +83,7 @@ def test_drain_ends_at_an_invalid_route(
             "2 pending in topic misrouted",
             "not drained: a topic with tasks has an invalid route, see the log",
         ]
-        assert "Topic misrouted counts as paused: publish_to is 'no topic'" in process.stderr
+        assert "Topic misrouted counts as paused: PublishTo is 'no topic'" in process.stderr
     assert account(ids, subscription) == EACH_ONCE
 
 

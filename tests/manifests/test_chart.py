@@ -3,6 +3,10 @@
 import importlib.util
 import re
 import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +165,7 @@ def test_a_parent_chart_installs_it_twice_or_not_at_all(tmp_path: Path) -> None:
         ({}, f"publishworker:{__version__}", __version__),
         ({"repository": "localhost:5000/a/b", "tag": "x" * 62 + ".-1"}, f"localhost:5000/a/b:{'x' * 62}.-1", "x" * 62),
         ({"tag": "_1_"}, "publishworker:_1_", "1"),
+        ({"repository": "[fd00::1]:5000/a/b", "tag": "1"}, "[fd00::1]:5000/a/b:1", "1"),
     ],
 )
 def test_the_tag_is_the_label_and_a_digest_pins_the_image(
@@ -181,8 +186,9 @@ def test_an_autoscaler_keeps_its_number_of_workers(chart: Any, replicas: int | N
 
 @pytest.mark.parametrize(("seconds", "grace"), [(None, 60), ("0", 30), ("0.5", 31)])
 def test_the_grace_period_follows_the_shutdown_timeout(chart: Any, seconds: str | None, grace: int) -> None:
-    pod = installed(chart, settings={"OUTBOX_SHUTDOWN_TIMEOUT": seconds}).template()
-    assert pod["spec"]["terminationGracePeriodSeconds"] == grace
+    variables = [{"name": "OUTBOX_SHUTDOWN_TIMEOUT", "value": seconds}] if seconds else []
+    for values in ({"settings": {"OUTBOX_SHUTDOWN_TIMEOUT": seconds}}, {"extraEnv": variables}):
+        assert installed(chart, **values).template()["spec"]["terminationGracePeriodSeconds"] == grace
 
 
 POD, CONTAINER = "spec.template.spec", "spec.template.spec.containers.0"
@@ -226,6 +232,7 @@ USUAL: list[tuple[dict[str, Any], str, str, Any]] = [
     ({"initContainers": [SIDE]}, "Deployment", f"{POD}.initContainers", [SIDE]),
     ({"extraContainers": [SIDE]}, "Deployment", f"{POD}.containers.-1", SIDE),
     ({"topologySpreadConstraints": [SELECTED]}, "Deployment", f"{POD}.topologySpreadConstraints", [SELECTED]),
+    ({"podDisruptionBudget": {"maxUnavailable": "25%"}}, "PodDisruptionBudget", "spec.maxUnavailable", "25%"),
     ({"nameOverride": "relay"}, "Deployment", "metadata.name", "shop-relay"),
     ({"fullnameOverride": "relay"}, "Deployment", "metadata.name", "relay"),
     ({"replicas": 5}, "Deployment", "spec.replicas", 5),
@@ -296,6 +303,7 @@ def test_an_autoscaler_without_a_metric_is_refused(chart: Any) -> None:
         ({"image": {"digest": "sha256:1"}}, "image/digest"),
         ({"env": "my env"}, "'/env'"),
         ({"extraEnv": [{"value": "a"}]}, "missing property 'name'"),
+        ({"podDisruptionBudget": {"maxUnavailable": "some"}}, "podDisruptionBudget/maxUnavailable"),
         ({"job": {"args": "retry"}}, "got string, want array"),
         ({"autoscaling": {"averageValue": 5000}}, "got number, want string"),
         ({"metrics": "datadog"}, "value must be one of '', 'datadog-csi', 'datadog-udp', 'opentelemetry'"),
@@ -319,3 +327,23 @@ def test_wrong_values_are_refused(chart: Any, wrong: dict[str, Any], sentence: s
     """Helm validates values before it renders. A number without quotes would become 8e+06."""
     with pytest.raises(Exception, match=re.escape(sentence)):
         chart.validate_schema(chart.merge_values(wrong))
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/healthz" else 404)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "[::]", "127.0.0.1"])
+def test_the_probe_of_the_console_asks_the_port_of_its_setting(chart: Any, bind: str) -> None:
+    """Otherwise the kubelet would restart the console at another port again and again."""
+    objects = installed(chart, console={"enabled": True})
+    [container] = objects.the("Deployment", "publishworker-console")["spec"]["template"]["spec"]["containers"]
+    _, _, program = container["livenessProbe"]["exec"]["command"]
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"OUTBOX_BIND": f"{bind}:{server.server_port}"}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr

@@ -248,7 +248,9 @@ def test_the_function_refuses_what_the_command_refuses() -> None:
 @pytest.mark.parametrize(("prefix", "page"), [("/tasks", "/tasks"), ("/topic/ask", "/topic/ask"), ("/top", "")])
 def test_a_prefix_is_not_the_path_of_a_page(prefix: str, page: str) -> None:
     """A proxy may remove the prefix, so /tasks would be both the overview and the page of tasks."""
-    refused = pytest.raises(SettingError, match=f"path_prefix: {prefix} is also the beginning of a page's path, {page}")
+    refused = pytest.raises(
+        SettingError, match=f"the path prefix {prefix} is also the beginning of a page's path, {page}"
+    )
     with mock.patch.object(schema, "layout"), refused if page else contextlib.nullcontext():
         console.app(mock.Mock(), path_prefix=prefix)
 

@@ -226,6 +226,7 @@ def test_a_function_that_cannot_have_an_effect_is_refused() -> None:
         generator: "generator is a generator function",
         async_generator: "async_generator is an async generator function",
         lambda _self, _transaction, _message: None: "cannot be called with a transaction and a message: missing",
+        7: r"handle is int. It must be a function, because Handler\(\.\.\.\)\(function\) is the callback",
     }.items():
         with pytest.raises(TypeError, match=kind):
             receiver(Database(), handle)

@@ -243,7 +243,7 @@ def test_a_message_without_a_task_id_joins_no_batch(outcomes: list[str]) -> None
 
 
 def test_wrong_settings_are_refused() -> None:
-    numbers = [("max_batch", each, "1 to 1,000") for each in (0, 1_001, "5", 2.5, None)]
+    numbers = [("max_batch", each, "1 to 1,000") for each in (0, 1_001, "5", 2.5, None, True)]
     delays = ("1", timedelta(seconds=1), inf, -1.0, nan)
     numbers += [("max_delay", each, "0 to 3,600 seconds") for each in delays]
     for options, error, text in (

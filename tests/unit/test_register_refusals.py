@@ -13,7 +13,7 @@ from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.spanner_v1._async import database as async_database
 from google.cloud.spanner_v1.batch import MutationGroups
 from google.cloud.spanner_v1.session import Session
-from google.pubsub_v1.types import PubsubMessage
+from google.pubsub_v1.types import PubsubMessage, ReceivedMessage
 
 import outbox
 from outbox import inbox, reading
@@ -207,6 +207,10 @@ def test_a_received_message_is_a_type_error_with_the_remedy() -> None:
     with pytest.raises(TypeError, match=r"^message is google\..* Pass the `data` and the `attributes` of the received"):
         outbox.register(RecordingTransaction(), "orders", received)  # type: ignore[arg-type]  # wrong on purpose
     outbox.register(RecordingTransaction(), "orders", received.data, received.attributes)
+    of_pull = ReceivedMessage(message=PubsubMessage(data=b"d"), ack_id="a")
+    for pulled in (of_pull, ReceivedMessage.pb(of_pull)):
+        with pytest.raises(TypeError, match=r"^message is a google\.pubsub\.v1\.ReceivedMessage\. Pass its `message`$"):
+            outbox.register(RecordingTransaction(), "orders", pulled)
 
 
 def test_a_transaction_of_another_type_is_a_type_error() -> None:

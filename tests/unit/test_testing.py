@@ -240,3 +240,9 @@ def test_a_callback_that_must_be_awaited_is_a_type_error() -> None:
 def test_an_exception_of_the_callback_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         RedeliveringSubscriber(messages("")).deliver(lambda _message: 1 / 0)
+
+
+def test_a_subscriber_without_messages_is_no_success() -> None:
+    """After a forgotten `drain` or a wrong topic, `published` returns no message."""
+    with pytest.raises(AssertionError, match=r"there is no message to deliver\. Call outbox_relay\.drain"):
+        RedeliveringSubscriber([]).deliver(print)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
-from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls
+from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, column
 from publishworker.host import Host
 from publishworker.topics import availability
 from publishworker.topics.availability import (
@@ -120,7 +120,7 @@ def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> No
     assert bench.waits("behind") == pytest.approx(5, abs=0.1)
 
 
-TOGETHER = "rate_per_second and burst go together. Set both or neither"
+TOGETHER = "RatePerSecond and Burst go together. Set both or neither"
 RATE = "a number from 1e-09 to 1.79769313486e+308"
 
 
@@ -133,7 +133,7 @@ RATE = "a number from 1e-09 to 1.79769313486e+308"
         ({"dead_after_seconds": -1.0}, "-1.0. It must be a number from 0 to 31,536,000"),
         (
             {"backoff_initial_seconds": 60.0, "backoff_max_seconds": 5.0},
-            "60.0. It must not exceed backoff_max_seconds, which is 5.0",
+            "60.0. It must not exceed BackoffMaxSeconds, which is 5.0",
         ),
         ({"rate_per_second": 5.0}, TOGETHER),
         ({"burst": 5, "max_in_flight": 3}, TOGETHER),
@@ -157,7 +157,7 @@ def test_an_invalid_control_is_ignored_and_logged(
     assert found.permit(claim()).controls == TopicControls(**(policy if is_limit else limits))
     [line] = [each for each in caplog.messages if "ignored" in each]
     what = "The limits of topic orders are" if is_limit else "The retry policy of topic orders is"
-    sentence = sentence if sentence == TOGETHER else f"{next(iter(controls))} is {sentence}"
+    sentence = sentence if sentence == TOGETHER else f"{column(next(iter(controls)))} is {sentence}"
     assert line == f"{what} ignored: {sentence}. See AsynchronousTaskTopics"
 
 
@@ -165,7 +165,7 @@ def test_an_invalid_control_is_ignored_and_logged(
 def test_a_name_that_pubsub_refuses_is_no_destination(to: str) -> None:
     right, wrong = split_valid({"bad": TopicControls(publish_to=to), "good": TopicControls(publish_to=NEW)})
     assert right == {"bad": TopicControls(paused=True), "good": TopicControls(publish_to=NEW)}
-    assert wrong["route", "bad"].startswith("Topic bad counts as paused: publish_to is ")
+    assert wrong["route", "bad"].startswith("Topic bad counts as paused: PublishTo is ")
 
 
 BEGIN = 1000.0
