@@ -132,7 +132,7 @@ ERRORS = {
 The task can never be published, so it is dead at once. The other tasks of its batch are published.""",
     FailureKind.TARGET: """\
 The topic accepts no messages until you correct the cause, so the worker opens the topic's circuit. It probes the topic
-with at most ten tasks after 1 s, and doubles the delay up to 5 min. Only probed tasks record a failed attempt. They are
+with one task after 1 s, and doubles the delay up to 5 min. Only probed tasks record a failed attempt. They are
 dead after `--max-attempts`, but not before they are `--dead-after` old.""",
     FailureKind.OUTAGE: """\
 The worker opens the topic's circuit and records no failed attempt. It probes the topic with one random task after 1 s,
