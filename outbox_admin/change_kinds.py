@@ -15,7 +15,7 @@ MADE_UNSENT = "cancelled_and_made_unsent"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
+class ChangeKind:
     """A change of many tasks, which is executed in chunks, so that any process can continue it."""
 
     #: The states of the tasks that it is for. Pending tasks need no retry.
@@ -34,8 +34,8 @@ class Kind:
     no_error: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-KINDS: Mapping[str, Kind] = {
-    "retry": Kind(
+KINDS: Mapping[str, ChangeKind] = {
+    "retry": ChangeKind(
         ("dead", "sent", "retrying", "scheduled"),
         None,
         "become due now",
@@ -47,18 +47,18 @@ KINDS: Mapping[str, Kind] = {
             "blocked": "because blocked tasks wait for the head of their ordering key",
         },
     ),
-    "resend": Kind(
+    "resend": ChangeKind(
         ("sent",), "sent", "be published again, only to another topic", "published", "published", ends_match=False
     ),
-    "cancel": Kind(
+    "cancel": ChangeKind(
         UNSENT,
         ANY_UNSENT,
         "be cancelled",
         "cancelled",
         consequence="No worker publishes them, until they are restored.",
     ),
-    "purge": Kind(("sent", CANCELLED), "sent", "be deleted", "deleted", consequence="They cannot be sent again."),
-    "restore": Kind(
+    "purge": ChangeKind(("sent", CANCELLED), "sent", "be deleted", "deleted", consequence="They cannot be sent again."),
+    "restore": ChangeKind(
         (CANCELLED,),
         CANCELLED,
         "be restored",

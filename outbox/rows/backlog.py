@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from outbox.base.values import chunked, counted
 from outbox.rows import counts_sql
 from outbox.rows.task_table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
-from outbox.rows.workers import Worker, rows_at
+from outbox.rows.workers import SeenWorker, rows_at
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, problems, stated
 from outbox.table.states import UNSENT
 
@@ -117,11 +117,11 @@ class Backlog:
     """
 
     as_of: datetime
-    workers: Sequence[Worker]
+    workers: Sequence[SeenWorker]
     lines: Sequence[Line]
     whole: bool = True
     #: Workers that died within the hour: without a goodbye, so that their rows are still there.
-    silent: Sequence[Worker] = ()
+    silent: Sequence[SeenWorker] = ()
 
     @property
     def everything(self) -> Line:

@@ -44,7 +44,7 @@ class Circuit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Worker:
+class SeenWorker:
     """A worker. `info` is empty if it is of an older version. `age` is that of its heartbeat in seconds."""
 
     id: str
@@ -91,7 +91,7 @@ class Worker:
         found = _list(self.info.get("circuits"))[:MAX_CIRCUITS]
         return [self._circuit(each) for each in found if isinstance(each, dict)]
 
-    def of_topics(self, topics: Collection[str]) -> "Worker":
+    def of_topics(self, topics: Collection[str]) -> "SeenWorker":
         """Return the worker with the circuits of these topics only."""
         circuits = [each for each in _list(self.info.get("circuits")) if part({"": each}, "").get("topic") in topics]
         return dataclasses.replace(self, info={**self.info, "circuits": circuits})
@@ -104,17 +104,17 @@ class Worker:
         )
 
 
-def live(table: TaskTable, at: datetime) -> list[Worker]:
+def live(table: TaskTable, at: datetime) -> list[SeenWorker]:
     """Return the live workers at a time, by ID."""
     return [each for each in rows_at(table, at) if each.is_live]
 
 
-def rows_at(table: TaskTable, at: datetime) -> list[Worker]:
+def rows_at(table: TaskTable, at: datetime) -> list[SeenWorker]:
     """Return the workers that have a row at a time, by ID: the live ones, and those that died within the hour."""
     rows = table.query(counts_sql.WORKERS_AT, WORKERS_TAG, {"now": at}, at=at)
     sizes = accumulate(len(info or "") for *_, info in rows)
     found = (
-        Worker(id, age / 1000, started_at, seen_at, json_object(info) if size <= MAX_INFOS else {}, timeout)
+        SeenWorker(id, age / 1000, started_at, seen_at, json_object(info) if size <= MAX_INFOS else {}, timeout)
         for (id, age, timeout, _, started_at, seen_at, info), size in zip(rows, sizes, strict=True)
     )
     return sorted(found, key=lambda worker: worker.id)

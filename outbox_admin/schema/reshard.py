@@ -30,7 +30,7 @@ _TAG = "outbox-reshard"
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LayoutStates:
     """The layouts and the workers, as the database has them.
 
     `found` are the layouts of the table, each with the states of its indexes by name. `recorded` are the states of
@@ -70,7 +70,7 @@ class Step:
     state: str = ""  # the new state of the layout
 
 
-class Change(NamedTuple):
+class RecordedReshard(NamedTuple):
     """A change of the number of shards, as AsynchronousTaskOperations has it."""
 
     former: int
@@ -80,10 +80,10 @@ class Change(NamedTuple):
     aborts: bool = False
 
 
-class Progress(NamedTuple):
+class RunningReshard(NamedTuple):
     """A change that is under way, and its next step."""
 
-    change: Change
+    change: RecordedReshard
     step: Step
 
     def __str__(self) -> str:
@@ -92,12 +92,12 @@ class Progress(NamedTuple):
         return f"Changing from {former} to {target} shards since {shown(operation.started_at)}. Next: {self.step.text}"
 
 
-def next_step(snapshot: Snapshot, target: Layout) -> Step | None:
+def next_step(snapshot: LayoutStates, target: Layout) -> Step | None:
     """Return the next step to a table whose only layout is `target`, or None if it is done. Pure."""
     return next(_steps(snapshot, target), None)
 
 
-def _steps(snapshot: Snapshot, target: Layout) -> Iterator[Step]:
+def _steps(snapshot: LayoutStates, target: Layout) -> Iterator[Step]:
     if target not in snapshot.recorded and snapshot.layouts != [target]:
         yield Step("begin", target, f"Record that {target.column} is added", state=BUILDING)
     if not snapshot.is_complete(target):
@@ -126,10 +126,10 @@ class Resharding:
     def __init__(self, table: TaskTable, author: Author = UNNAMED) -> None:
         self._table, self._author = table, author
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LayoutStates:
         """Return the layouts and the workers as they are now."""
         workers = self._table.query(WORKERS, _TAG)
-        return Snapshot(schema.layouts(self._table.database), self._recorded(), _polled_by(workers))
+        return LayoutStates(schema.layouts(self._table.database), self._recorded(), _polled_by(workers))
 
     def target(self, shards: int) -> Layout:
         """Return the layout with this number of shards, or a new one. Raises OutboxError during another change."""
@@ -169,15 +169,15 @@ class Resharding:
         if progress := self._progress(snapshot):
             yield f"{progress}. Continue with: outbox schema reshard --shards {progress.change.target}"
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> RunningReshard | None:
         """Return the change that is under way and its next step, if there is one."""
         return self._progress(self.snapshot()) if len(self._recorded()) > 1 else None
 
-    def _progress(self, snapshot: Snapshot) -> Progress | None:
+    def _progress(self, snapshot: LayoutStates) -> RunningReshard | None:
         latest = self._latest() if len(snapshot.layouts) > 1 else None
         for target in snapshot.layouts:
             if latest and latest.target == target.shards and (step := next_step(snapshot, target)):
-                return Progress(latest, step)
+                return RunningReshard(latest, step)
         return None
 
     def run(self, target: Layout, *, aborts: bool = False) -> Iterator[str]:
@@ -247,11 +247,11 @@ class Resharding:
         self._table.transact(_TAG, work)
         return id
 
-    def _latest(self) -> Change | None:
+    def _latest(self) -> RecordedReshard | None:
         for each in operations.latest(self._table, 10, operation="reshard"):
             match operations.parsed(each.selection):
                 case {"from": int(former), "to": int(target), **more}:
-                    return Change(former, target, each, aborts="aborts" in more)
+                    return RecordedReshard(former, target, each, aborts="aborts" in more)
         return None
 
     def _update(self, step: Step) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from outbox.errors import OutboxError
 from outbox.rows.backlog import Backlog, Line
 from outbox.rows.task_table import TaskTable
-from outbox.rows.workers import MINUTES, Worker, part, rows_at
+from outbox.rows.workers import MINUTES, SeenWorker, part, rows_at
 from outbox.table.states import UNSENT
 
 #: The age of the oldest versions that the first read asks for, and its steps. Spanner keeps versions for an hour.
@@ -33,7 +33,7 @@ _NONE: Values = (None,) * MINUTES
 class Seen:
     """A worker when it was last seen. `gone_at` is when it was no longer live, and None if it still is."""
 
-    worker: Worker
+    worker: SeenWorker
     gone_at: datetime | None = None
     said_goodbye: bool = False
 
@@ -199,7 +199,7 @@ def read(table: TaskTable, backlog: Backlog, last: History | None = None) -> His
     return History(backlog.as_of, workers, samples | {minute: _sampled(backlog)})
 
 
-def _seen(workers: Mapping[str, Seen], rows: Iterable[Worker], at: datetime) -> dict[str, Seen]:
+def _seen(workers: Mapping[str, Seen], rows: Iterable[SeenWorker], at: datetime) -> dict[str, Seen]:
     """Return the workers of the last hour as of `at`. A row that another worker deletes is older than an hour."""
     found = {row.id: Seen(row, None if row.is_live else row.seen_at + timedelta(seconds=row.timeout)) for row in rows}
     absent = (seen if seen.gone_at else Seen(seen.worker, at, said_goodbye=True) for seen in workers.values())

@@ -8,7 +8,7 @@ from datetime import datetime
 from outbox.base.values import counted, spoken
 from outbox.rows import counts_sql
 from outbox.rows.task_table import TaskTable, read_before
-from outbox.rows.workers import MAX_ITEMS, TAKE_OVER, WORKERS_TAG, Circuit, Worker, live
+from outbox.rows.workers import MAX_ITEMS, TAKE_OVER, WORKERS_TAG, Circuit, SeenWorker, live
 from outbox.table.ddl import POLLED, Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 
@@ -16,7 +16,7 @@ from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 MANY_DEATHS = 3
 
 
-def lost(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
+def lost(live: Sequence[SeenWorker], silent: Sequence[SeenWorker]) -> str | None:
     """Return what is known of the workers whose heartbeats ended, if all did, or MANY_DEATHS within the hour."""
     last = min(silent, key=lambda each: each.age, default=None)
     recent = sum(each.age < FORGET_WORKER_SECONDS for each in silent)
@@ -29,7 +29,7 @@ def lost(live: Sequence[Worker], silent: Sequence[Worker]) -> str | None:
     return None
 
 
-def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:
+def open_circuits(workers: Sequence[SeenWorker]) -> list[Circuit]:
     """Return the circuits that are not closed, by topic."""
     found: dict[str, list[Circuit]] = defaultdict(list)
     for circuit in (circuit for worker in workers for circuit in worker.circuits):
@@ -44,14 +44,14 @@ def open_circuits(workers: Sequence[Worker]) -> list[Circuit]:
     ]
 
 
-def usual(workers: Sequence[Worker], name: str) -> str | None:
+def usual(workers: Sequence[SeenWorker], name: str) -> str | None:
     """Return the value of a setting, or of `version`, that more than half of the live workers with Info have."""
     known = [each.text("version") if name == "version" else str(each.settings.get(name, "default")) for each in workers]
     value, number = Counter(known).most_common(1)[0] if known else ("", 0)
     return value if 2 * number > len(known) else None
 
 
-def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
+def differing(workers: Sequence[SeenWorker]) -> dict[str, list[str]]:
     """Return the settings, and `version`, that differ between workers with Info, each with its values."""
     known = [{**worker.settings, "version": worker.text("version")} for worker in workers if worker.info]
     names = sorted({name for values in known for name in values})
@@ -59,7 +59,7 @@ def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
     return {name: found for name, found in values.items() if len(found) > 1}
 
 
-def shards_without_worker(table: TaskTable, workers: Sequence[Worker], at: datetime) -> list[int] | None:
+def shards_without_worker(table: TaskTable, workers: Sequence[SeenWorker], at: datetime) -> list[int] | None:
     """Return the IDs of the shards that no live worker polls. None: a worker does not say yet which it polls.
 
     `workers` are those that are live `at` a time. Shards that a live worker polled TAKE_OVER ago are left out: if it

@@ -14,12 +14,12 @@ from outbox.base.values import counted, spoken
 from outbox.program.terminal import SHOWN
 from outbox.rows.backlog import COUNTS, Backlog, Line
 from outbox.rows.task_table import TaskTable
-from outbox.rows.workers import Worker
+from outbox.rows.workers import SeenWorker
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, stated
 from outbox.table.controls import problems as invalid
 from outbox_admin import operations
 from outbox_admin.operations import Operation
-from outbox_admin.schema.reshard import Progress, Resharding
+from outbox_admin.schema.reshard import Resharding, RunningReshard
 from outbox_admin.status.live_workers import lost, open_circuits, shards_without_worker
 from outbox_admin.tasks.lookup import BlockedHead, ErrorCount, blocked_heads, errors
 
@@ -36,7 +36,7 @@ _KINDS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Action:
+class Remedy:
     """What to do about a problem: a page of the console, or a form without fields, and the command that does the same.
 
     `flags` of the command that are in capitals are for the person to fill in.
@@ -63,7 +63,7 @@ class Problem:
     topic: str | None
     is_bad: bool
     text: str
-    action: Action
+    action: Remedy
     since: datetime | None = None
     effects: Sequence[str] = ()
     by: Operation | None = None
@@ -79,7 +79,7 @@ class Status:
     orphans: Sequence[int] | None
     errors: Sequence[ErrorCount]
     blocked: Sequence[BlockedHead]
-    reshard: Progress | None
+    reshard: RunningReshard | None
     problems: Sequence[Problem]
 
     def topics(self, part: str = "", sort: str = "") -> list[str]:
@@ -172,10 +172,10 @@ def _cut(found: Sequence[Problem]) -> Iterator[Problem]:
         elif seen[each.kind] == SHOWN + 1:
             left = numbers[each.kind] - SHOWN
             text = counted(left, f"more {_KINDS[each.kind]}")
-            yield Problem(each.kind, None, each.is_bad, text, Action("Topics", "/", {}, "topics"), number=left)
+            yield Problem(each.kind, None, each.is_bad, text, Remedy("Topics", "/", {}, "topics"), number=left)
 
 
-def hold(workers: Sequence[Worker], topic: str, at: datetime, controls: TopicControls | None) -> str | None:
+def hold(workers: Sequence[SeenWorker], topic: str, at: datetime, controls: TopicControls | None) -> str | None:
     """Return why due tasks of a topic are not published now: a pause, an open circuit with its next probe, a limit."""
     if controls and controls.paused:
         return "the topic is paused"
@@ -190,7 +190,7 @@ def hold(workers: Sequence[Worker], topic: str, at: datetime, controls: TopicCon
 
 
 def _of_workers(backlog: Backlog, orphans: Sequence[int] | None) -> Iterator[Problem]:
-    known, action = lost(backlog.workers, backlog.silent), Action("Workers", "/workers", {}, "workers")
+    known, action = lost(backlog.workers, backlog.silent), Remedy("Workers", "/workers", {}, "workers")
     since = max((each.seen_at for each in backlog.silent), default=None)
     if not backlog.workers:
         known = known or "No live worker, so no task is published"
@@ -209,7 +209,7 @@ def _of_topics(
     for topic, control in controls.items():
         if "publish_to" in invalid(control):
             text = f"{topic}: its route to {control.publish_to!r:.300} is invalid, so its tasks are not published"
-            action = Action("Change the route", "/topic", {"name": topic}, "topics unset", [topic, "route"])
+            action = Remedy("Change the route", "/topic", {"name": topic}, "topics unset", [topic, "route"])
             yield Problem("invalid_route", topic, True, text, action)
     for each in open_circuits(backlog.workers):
         control = controls.get(each.topic, NO_CONTROLS)
@@ -217,13 +217,13 @@ def _of_topics(
         seconds = (backlog.as_of - each.since).total_seconds()
         text = f"{each.topic}{route}: circuit open for {spoken(seconds)}: {each.reason}"
         query, flags = {"name": each.topic}, {"reason": "TEXT"}
-        action = Action("Probe now", "/topic/probe", query, "topics probe", [each.topic], flags, is_form=True)
+        action = Remedy("Probe now", "/topic/probe", query, "topics probe", [each.topic], flags, is_form=True)
         yield Problem("circuit_open", each.topic, False, text, action, each.since)
     for line in _paused(backlog):
         by = changed_by.get(line.topic)
         tasks = ", ".join(_number(line, name, f"{name} task") for name in _STATES if getattr(line, name))
         query, flags = {"name": line.topic}, {"reason": "TEXT"}
-        action = Action("Resume", "/topic/resume", query, "resume", [line.topic], flags, is_form=True)
+        action = Remedy("Resume", "/topic/resume", query, "resume", [line.topic], flags, is_form=True)
         since = by and by.started_at
         yield Problem("paused", line.topic, False, f"{line.topic} is paused: {tasks}", action, since, by=by)
     for line in _late(backlog, at_limit=True):
@@ -233,9 +233,9 @@ def _of_topics(
         yield Problem("at_limit", line.topic, False, text, _raise_limit(line.topic), line.oldest, by=by)
 
 
-def _raise_limit(topic: str) -> Action:
+def _raise_limit(topic: str) -> Remedy:
     flags = {"rate": "N", "burst": "N", "reason": "TEXT"}
-    return Action("Raise the limit", "/topic", {"name": topic}, "topics set", [topic], flags)
+    return Remedy("Raise the limit", "/topic", {"name": topic}, "topics set", [topic], flags)
 
 
 def _of_keys(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Problem]:
@@ -252,13 +252,13 @@ def _of_keys(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Probl
 
 
 def _of_head(text: str, topic: str, first: BlockedHead | None) -> Problem:
-    page = Action("Blocked keys", "/blocked", {}, "list", flags={"state": "blocked", "topic": topic})
+    page = Remedy("Blocked keys", "/blocked", {}, "list", flags={"state": "blocked", "topic": topic})
     if not first or not first.head:
         return Problem("blocked", topic, False, f"{text} {first.id if first else 'the heads of their keys'}", page)
     columns, state = first.head.columns, first.head.state
     error = f": {columns['LastError']:.200}" if columns["LastError"] else ""
     text = f"{text} {first.id} of the key {columns['OrderingKey']}, which is {state}{error}"
-    retry = Action("Retry the head", "/tasks/retry", {"id": first.id}, "retry", [first.id], {"reason": "TEXT"})
+    retry = Remedy("Retry the head", "/tasks/retry", {"id": first.id}, "retry", [first.id], {"reason": "TEXT"})
     action = retry if state in ("dead", "retrying") else page
     return Problem("blocked", topic, state == "dead", text, action, columns["CreatedAt"])
 
@@ -270,7 +270,7 @@ def _of_dead(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Probl
         topics = [line.topic for line in sorted(backlog.lines, key=lambda line: -line.dead) if line.dead]
         of = f" of {topics[0]}" if len(topics) == 1 else f" of {len(topics)} topics, most of {topics[0]}"
         query = {"state": "dead"} | ({"topic": topics[0]} if len(topics) == 1 else {})
-        action = Action("Dead tasks", "/tasks", query, "retry", flags={**query, "dry_run": True})
+        action = Remedy("Dead tasks", "/tasks", query, "retry", flags={**query, "dry_run": True})
         yield Problem("dead", None, False, f"{_number(total, 'dead', 'dead task')}{of}", action)
 
 
@@ -291,7 +291,7 @@ def _of_late(
         text = f"{text}, and it has a limit of {limits}"
         return Problem("late", topic, True, text, _raise_limit(topic), line.oldest, by=changed_by.get(topic))
     flags = {"state": "pending", "topic": topic}
-    action = Action("Open the topic", "/topic", {"name": topic}, "list", flags=flags)
+    action = Remedy("Open the topic", "/topic", {"name": topic}, "list", flags=flags)
     return Problem("late", topic, True, text, action, line.oldest)
 
 

@@ -317,12 +317,12 @@ def _number(name: str, value: int, at_least: set[str]) -> object:
     return f">= {value:,}" if name in at_least else value
 
 
-def as_of(at: datetime, workers: "Sequence[admin.rows.workers.Worker]") -> str:
+def as_of(at: datetime, workers: "Sequence[admin.rows.workers.SeenWorker]") -> str:
     """Return the first line of a command that shows what workers say."""
     return f"as of {shown(at)}, {counted(len(workers), 'live worker')}"
 
 
-def circuit_table(workers: "Sequence[admin.rows.workers.Worker]", now: datetime) -> Escaped:
+def circuit_table(workers: "Sequence[admin.rows.workers.SeenWorker]", now: datetime) -> Escaped:
     """Return a table of the circuits that are not closed, or an empty text."""
     rows = []
     for each in admin.live_workers.open_circuits(workers):
@@ -358,7 +358,7 @@ def run_workers(options: argparse.Namespace) -> int:
 
 
 def _problems(
-    workers: "Sequence[admin.rows.workers.Worker]", differing: Mapping[str, list[str]], orphans: list[int] | None
+    workers: "Sequence[admin.rows.workers.SeenWorker]", differing: Mapping[str, list[str]], orphans: list[int] | None
 ) -> list[str]:
     """Return a sentence for each setting that differs, for workers without Info, and for shards without a worker."""
     found = [
@@ -373,7 +373,7 @@ def _problems(
     return found
 
 
-def _cells(worker: "admin.rows.workers.Worker", differing: Mapping[str, list[str]]) -> list[object]:
+def _cells(worker: "admin.rows.workers.SeenWorker", differing: Mapping[str, list[str]]) -> list[object]:
     age = f"{spoken(worker.age)} ago"
     if not worker.info:
         return [worker.id, "", "older", age, "", "", "", ""]
@@ -392,7 +392,7 @@ def _cells(worker: "admin.rows.workers.Worker", differing: Mapping[str, list[str
     ]
 
 
-def _fields(worker: "admin.rows.workers.Worker") -> dict[str, Any]:
+def _fields(worker: "admin.rows.workers.SeenWorker") -> dict[str, Any]:
     reported: dict[str, Any] = {name: worker.text(name) for name in ("host", "version")}
     reported |= {name: worker.number(name) for name in ("in_flight", "utilization", "circuits_left_out")}
     reported |= {name: getattr(worker, name) for name in ("shards", "circuits", "settings")}

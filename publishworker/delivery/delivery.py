@@ -16,7 +16,7 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import Decide, SpannerStore
-from publishworker.spanner.write_errors import Refused, StoreError
+from publishworker.spanner.write_errors import StoreError, WriteRefused
 from publishworker.types import (
     CLAIM,
     COMMIT,
@@ -206,7 +206,7 @@ class Delivery:
         # them later. Drop those of the tasks in `releases`, because the next commit decides again about them. After any
         # other error the commit may have succeeded, so drop those of all claimed tasks.
         releases = [task.id for task in self.claim.releases]
-        self._results.forget_unwritten(releases if isinstance(error, Refused) else self.claim.locks)
+        self._results.forget_unwritten(releases if isinstance(error, WriteRefused) else self.claim.locks)
         self._mark_retry = MarkRetry(self, [self.claim.part(self._results.to_write())], self._tools.marking)
 
     def _delivered(self) -> Delivered:

@@ -9,7 +9,7 @@ from publishworker.delivery import rules
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED, MarkRetry
 from publishworker.pubsub.failures import is_refused
-from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
+from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefused
 from publishworker.types import (
     MARKED,
     Answer,
@@ -39,7 +39,7 @@ class MarkFirst(Delivery):
         #: By ID, each row as it was before its mark, and the commit timestamp of the mark.
         self._marked: dict[str, tuple[LockedRow, datetime]] = {}
         #: The parts that Spanner refuses to mark, and the error.
-        self._held: dict[Claim, Refused] = {}
+        self._held: dict[Claim, WriteRefused] = {}
         self._hold_until = float("inf")
         #: The ordering keys of parts that failed. Their later tasks wait.
         self._stopped: set[str] = set()
@@ -52,7 +52,7 @@ class MarkFirst(Delivery):
             try:
                 self._send(part)
             except StoreError as error:
-                divides = isinstance(error, Refused) and self._tools.marking.refused_rows < MAX_REFUSED
+                divides = isinstance(error, WriteRefused) and self._tools.marking.refused_rows < MAX_REFUSED
                 singles = part.single_claims() if divides else ()
                 parts.extendleft(reversed(singles))
                 if not singles:
@@ -99,7 +99,7 @@ class MarkFirst(Delivery):
 
     def _stop(self, part: Claim, error: StoreError) -> None:
         self._stopped |= {key.ordering_key for key in part.keys}
-        if isinstance(error, Refused):
+        if isinstance(error, WriteRefused):
             self._held[part] = error
             self._tools.marking.refused_rows += len(part.tasks)
         else:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
 from publishworker.host import Host
-from publishworker.spanner.write_errors import Refused, StoreError
+from publishworker.spanner.write_errors import StoreError, WriteRefused
 from publishworker.types import Cancelled, Claim, MarkState, TakenOut, Unmarked
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
@@ -131,7 +131,7 @@ class MarkRetry:
         while untried and goes_on:
             part = untried.popleft()
             if (error := self._mark(part)) is not None:
-                is_refused, something_commits = isinstance(error, Refused), self._marking.commits != self._commits
+                is_refused, something_commits = isinstance(error, WriteRefused), self._marking.commits != self._commits
                 goes_on = something_commits or (is_refused and self._marking.refused_rows < MAX_REFUSED)
                 singles = part.single_claims() if goes_on else ()
                 if is_refused:
@@ -160,7 +160,7 @@ class MarkRetry:
         """Remember a part that cannot be written, and report it once."""
         if part not in self._failed:
             self._failed.add(part)
-            self._marking.refused_rows += isinstance(error, Refused)
+            self._marking.refused_rows += isinstance(error, WriteRefused)
             self._to_report += self._unmarked(part, error)
 
     def _set_parts(self, parts: Sequence[Claim]) -> None:

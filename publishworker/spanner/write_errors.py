@@ -32,7 +32,7 @@ class DatabaseMissing(NotWritten):
     """Spanner has no such database, instance or table, or no longer has it."""
 
 
-class Refused(NotWritten):
+class WriteRefused(NotWritten):
     """Nothing was written, because Spanner refuses the content of the request. A single row may be the reason."""
 
 
@@ -47,7 +47,7 @@ def error_class(error: Exception) -> type[StoreError]:
         return TimedOut if isinstance(error, google.DeadlineExceeded) else StoreError
     if (isinstance(error, google.NotFound) and not is_lost_session(error)) or _TABLE_MISSING in str(error):
         return DatabaseMissing
-    return Refused if isinstance(error, CONTENT) else NotWritten
+    return WriteRefused if isinstance(error, CONTENT) else NotWritten
 
 
 def lasting_reason(error: StoreError) -> str | None:

@@ -39,7 +39,7 @@ from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner import relay_sql
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.write_errors import DatabaseMissing, NotWritten, Refused, StoreError, TimedOut
+from publishworker.spanner.write_errors import DatabaseMissing, NotWritten, StoreError, TimedOut, WriteRefused
 from publishworker.turn.relay import Relay
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import poll_request, relay_of
@@ -294,7 +294,7 @@ def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
         ("ExecuteStreamingSql", ["INVALID_ARGUMENT"], NotWritten),
         *(("Commit", [code], NotWritten) for code in ("ABORTED", "PERMISSION_DENIED", "UNAUTHENTICATED")),
         ("Commit", ["NOT_FOUND"], DatabaseMissing),
-        *(("Commit", [code], Refused) for code in refusals),
+        *(("Commit", [code], WriteRefused) for code in refusals),
         *(("Commit", [code], StoreError) for code in unknown),
         ("Commit", ["DEADLINE_EXCEEDED"], TimedOut),
         *(("Commit", ["UNAVAILABLE", code], StoreError) for code in (*refusals, "NOT_FOUND", "PERMISSION_DENIED")),

@@ -14,7 +14,7 @@ from unittest import mock
 from grpc import StatusCode
 
 from outbox.table.shared_sql import EXCLUSIVE
-from outbox_admin.schema.reshard import Snapshot
+from outbox_admin.schema.reshard import LayoutStates
 from publishworker.delivery import marking, rules
 from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.rules import RetryPolicy
@@ -223,7 +223,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Worker, "_note_outage", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
     "workers that do not poll the new layout are waited for": (
-        Snapshot, "workers",
+        LayoutStates, "workers",
         lambda real: lambda self, layout, *, polling: real(self, layout, polling=True) if polling else (),
     ),
     "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
@@ -301,7 +301,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         lambda _: lambda _name, row, *_: row._replace(matches=True)
     ),
     "a chunk of an operation is executed once": (
-        "operations", "outbox_admin.operations.Progress", "check", always(None)
+        "operations", "outbox_admin.operations.RunningReshard", "check", always(None)
     ),
     "a commit of an operation without an answer counts": (
         "operations", "outbox_admin.changes.execution", "_committing", lambda _: lambda work: work

@@ -15,7 +15,7 @@ from unittest import mock
 from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import INDEXES, Layout
 from outbox_admin.changes import chunks
-from outbox_admin.schema.reshard import POLLED, RETIRED, Snapshot, next_step
+from outbox_admin.schema.reshard import POLLED, RETIRED, LayoutStates, next_step
 from outbox_admin.tasks import selected
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
@@ -286,7 +286,7 @@ class World:
         target = new = Layout(self.plan.reshard, str(self.plan.reshard))
         while True:
             self.clockwork.sleep(random.expovariate(1 / 3))
-            snapshot = Snapshot(dict.fromkeys(table.built, COMPLETE), table.recorded, table.polled_by_live())
+            snapshot = LayoutStates(dict.fromkeys(table.built, COMPLETE), table.recorded, table.polled_by_live())
             if (step := next_step(snapshot, target)) is None:
                 self._resharding = False
                 return

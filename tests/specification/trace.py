@@ -16,7 +16,7 @@ from outbox.table.states import is_dead
 from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.store import Decide, Discovery, SpannerStore
-from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
+from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefused
 from publishworker.turn.relay import Relay
 from publishworker.types import (
     Answer,
@@ -117,7 +117,9 @@ class _Store(_Reading):
         try:
             committed = self.untraced.claim(ids, traced, may_delay=may_delay)
         except StoreError as error:
-            written = "refused" if isinstance(error, Refused) else "no" if isinstance(error, NotWritten) else "unknown"
+            written = (
+                "refused" if isinstance(error, WriteRefused) else "no" if isinstance(error, NotWritten) else "unknown"
+            )
             self._step("fail", written=written)
             raise
         self._step("commit", at=committed.isoformat())

@@ -22,14 +22,14 @@ from outbox.errors import NotReached
 from outbox.program.terminal import SHOWN
 from outbox.rows.backlog import Backlog, Line
 from outbox.rows.task_table import TaskTable
-from outbox.rows.workers import MINUTES, Worker
+from outbox.rows.workers import MINUTES, SeenWorker
 from outbox_admin import console as console_
 from outbox_admin import operations
 from outbox_admin.changes.running import Running
 from outbox_admin.console import LOOPBACK_HOSTS
 from outbox_admin.operations import Operation
 from outbox_admin.status.last_hour import History, Seen
-from outbox_admin.status.problems import Action, Problem
+from outbox_admin.status.problems import Problem, Remedy
 from outbox_admin.status.status_pages import Figures
 from outbox_admin.web.application import Access
 from outbox_admin.web.roles import EVERYTHING, Identify, Role, Roles
@@ -172,16 +172,16 @@ def ago(minutes: float) -> datetime:
     return NOW - timedelta(minutes=minutes)
 
 
-def history(*workers: Worker, gone: dict[str, datetime] | None = None) -> History:
+def history(*workers: SeenWorker, gone: dict[str, datetime] | None = None) -> History:
     return History(NOW, {each.id: Seen(each, (gone or {}).get(each.id)) for each in workers}, {})
 
 
-def worker(id: str = "a", started: float = 300, version: str = "1", **found: Any) -> Worker:
+def worker(id: str = "a", started: float = 300, version: str = "1", **found: Any) -> SeenWorker:
     minute = int(NOW.timestamp() // 60)
-    return Worker(id, 1.0, ago(started), NOW, {"version": version, "history": {"minute": minute, **found}})
+    return SeenWorker(id, 1.0, ago(started), NOW, {"version": version, "history": {"minute": minute, **found}})
 
 
-OVERVIEW = Action("Topics", "/", {}, "topics")
+OVERVIEW = Remedy("Topics", "/", {}, "topics")
 
 
 def operation(minutes: float, name: str = "pause", selection: Any = None, tasks: int | None = None) -> Operation:

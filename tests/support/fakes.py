@@ -22,7 +22,7 @@ from outbox.table.states import NEVER, first_due, is_dead
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.relay_sql import times_sent
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, PollRequest, Workers
-from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
+from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefused
 from publishworker.types import (
     Candidate,
     Deferred,
@@ -301,7 +301,7 @@ class FakeStore:
             return self.now
 
     def refuse(self, marks: Mapping[str, RowChange]) -> None:
-        """Raise Refused if a commit with these marks is refused, because of `refused` or of a number beyond INT64."""
+        """Raise WriteRefused if a commit with these marks fails, because of `refused` or of a number beyond INT64."""
         numbers = {
             id: [times_sent(self.as_locked(self.rows[id]), sent=isinstance(each, Published))]
             for id, each in marks.items()
@@ -310,7 +310,7 @@ class FakeStore:
         numbers |= {id: [*numbers[id], each.attempts] for id, each in marks.items() if isinstance(each, NotSent)}
         too_large = {id for id, some in numbers.items() if any(not -(2**63) <= each < 2**63 for each in some)}
         if bad := sorted(self.refused & marks.keys() | too_large):
-            raise Refused(f"OUT_OF_RANGE: a constraint is violated by {bad[0]}")
+            raise WriteRefused(f"OUT_OF_RANGE: a constraint is violated by {bad[0]}")
 
     def apply(self, marks: Mapping[str, RowChange], committed: datetime) -> None:
         with self._changing(marks):

@@ -21,7 +21,7 @@ import outbox_admin as admin
 from outbox.base.values import counted
 from outbox.errors import NotReached
 from outbox.rows.backlog import Backlog, Line
-from outbox.rows.workers import MINUTES, TAKE_OVER, Worker
+from outbox.rows.workers import MINUTES, TAKE_OVER, SeenWorker
 from outbox.table.controls import TopicControls
 from outbox.table.ddl import Layout
 from outbox_admin.console import routes
@@ -158,7 +158,7 @@ def health(reading: Reading) -> tuple[str, str]:
     return level, sentence
 
 
-WORKER = Worker("w", 1.0, NOON, NOON, {})
+WORKER = SeenWorker("w", 1.0, NOON, NOON, {})
 OLD = Line("orders", pending=3, oldest=NOON - timedelta(minutes=14))
 NEW = Line("orders", pending=3, oldest=NOON - timedelta(seconds=0.4))
 DEAD = Line("orders", dead=2)
@@ -171,12 +171,12 @@ PAUSE = Operation("a", "pause", NOON - timedelta(hours=5), NOON, "ann", "", None
 BLOCKED = Line("orders", blocked=90)
 EITHER = "either they stopped, or Spanner refuses their writes"
 LIMITED = dataclasses.replace(OLD, at_limit=True)
-FAILING = Worker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
+FAILING = SeenWorker("w", 1.0, NOON, NOON, {"circuits": [CIRCUIT]})
 LIMIT = {"orders": TopicControls(rate_per_second=5, burst=10)}
 
 
-def silent(age: float) -> Worker:
-    return Worker(f"worker-{age}", age, NOON, NOON - timedelta(seconds=age), {})
+def silent(age: float) -> SeenWorker:
+    return SeenWorker(f"worker-{age}", age, NOON, NOON - timedelta(seconds=age), {})
 
 
 HEAD = mock.Mock(state="dead", columns={"Topic": "orders", "OrderingKey": "k", "LastError": "no", "CreatedAt": NOON})
@@ -305,7 +305,9 @@ def test_a_worker_that_has_just_started_or_left_leaves_no_shard_without_a_worker
     table = mock.Mock(layout=Layout(2))
     table.query.side_effect = lambda *_args, at=None, **_more: rows.get(at, []) if at else []
     info = {"shards": [], "version": "1"}
-    young, old = (Worker("w", 1.0, NOON - age, NOON, info) for age in (timedelta(seconds=50), timedelta(seconds=70)))
+    young, old = (
+        SeenWorker("w", 1.0, NOON - age, NOON, info) for age in (timedelta(seconds=50), timedelta(seconds=70))
+    )
     assert shards_without_worker(table, [young], NOON) is None
     assert shards_without_worker(table, [old], NOON) == [0, 1]
     assert shards_without_worker(table, [old], NOON + TAKE_OVER) == [1]

@@ -16,7 +16,7 @@ from outbox.table.states import NEVER
 from publishworker.delivery.rules import should_record
 from publishworker.pubsub.failures import REASONS, FailureKind, failure_kind, is_refused
 from publishworker.pubsub.publisher import failure_of
-from publishworker.spanner.write_errors import Refused, StoreError, describe
+from publishworker.spanner.write_errors import StoreError, WriteRefused, describe
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, LockedRow, NotSent
 from tests.support.fakes import FakePublisher, serialized
@@ -156,7 +156,7 @@ def test_a_change_between_two_transaction_attempts_is_kept(
     def change() -> None:
         bench.change("a", **written)
         if refused:
-            raise Refused("OUT_OF_RANGE")
+            raise WriteRefused("OUT_OF_RANGE")
 
     bench.abort_once(change)
     turns = bench.turns()

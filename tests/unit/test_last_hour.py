@@ -11,7 +11,7 @@ import pytest
 from outbox.errors import OutboxError
 from outbox.program.terminal import bars
 from outbox.rows.backlog import Backlog, Line
-from outbox.rows.workers import MINUTES, Worker
+from outbox.rows.workers import MINUTES, SeenWorker
 from outbox_admin.status import last_hour as histories
 from outbox_admin.status import status_commands
 from outbox_admin.status.last_hour import History, Values
@@ -40,16 +40,16 @@ class Hour:
         counts = Turn(failed=number) if failed else Turn(published=number)
         self.ring.add(topic, counts, {} if failed else {str(n): seconds for n in range(number)})
 
-    def worker(self, age: float = 1.0, timeout: float = 14.0, **more: Any) -> Worker:
+    def worker(self, age: float = 1.0, timeout: float = 14.0, **more: Any) -> SeenWorker:
         """Return what operators read after the heartbeat went through the database."""
         self.at(0)
         info = json.loads(json.dumps({"history": self.ring.as_json(3_500)}))
         started_at = NOW - timedelta(minutes=MINUTES - 1)
-        return Worker(self.id, age, started_at, NOW - timedelta(seconds=age), info | more, timeout)
+        return SeenWorker(self.id, age, started_at, NOW - timedelta(seconds=age), info | more, timeout)
 
 
 def history(
-    *workers: Worker, last: History | None = None, lines: list[Line] | None = None, at: datetime = NOW
+    *workers: SeenWorker, last: History | None = None, lines: list[Line] | None = None, at: datetime = NOW
 ) -> History:
     live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
     backlog = Backlog(at, live, lines or [], silent=silent)
@@ -174,7 +174,7 @@ def test_the_first_read_finds_the_workers_of_the_hour(monkeypatch: pytest.Monkey
     hour.at(20).publish(5)
     worker = hour.worker()
 
-    def rows_at(_table: object, at: datetime) -> list[Worker]:
+    def rows_at(_table: object, at: datetime) -> list[SeenWorker]:
         if at < NOW - timedelta(minutes=30):
             raise OutboxError("too old")
         return [worker] if at < NOW - timedelta(minutes=12) else []
@@ -216,7 +216,7 @@ WRONG = (
 def test_a_history_that_no_worker_writes_is_left_out(wrong: Any) -> None:
     hour = Hour()
     hour.at(5).publish(10)
-    found = history(hour.worker(), Worker("x", 1, NOW, NOW, {"history": wrong}))
+    found = history(hour.worker(), SeenWorker("x", 1, NOW, NOW, {"history": wrong}))
     for topic in (None, "orders"):
         assert known(found.published(topic)) == {5: 10}
         figures = (

@@ -19,7 +19,16 @@ from outbox.table import applying, ddl, schema
 from outbox.table.ddl import Layout, by_layout
 from outbox_admin.operations import Operation
 from outbox_admin.schema.query_plans import lines, problems
-from outbox_admin.schema.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
+from outbox_admin.schema.reshard import (
+    POLLED,
+    RETIRED,
+    LayoutStates,
+    RecordedReshard,
+    Resharding,
+    Step,
+    _polled_by,
+    next_step,
+)
 from outbox_admin.schema.split_points import POINTS_PER_NODE, points
 
 ROOT = Path(__file__).parents[2]
@@ -243,7 +252,7 @@ def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it() -> 
         (RETIRED, "Shard32", ("drop", FIRST, "Drop the indexes of Shard and the column")),
     ):
         workers = {"w": frozenset(polls.split(","))}
-        step = next_step(Snapshot({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
+        step = next_step(LayoutStates({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
         assert step is not None
         assert (step.kind, step.layout, step.text) == expected
 
@@ -262,11 +271,11 @@ def test_statements_and_shard_ids_name_the_layout() -> None:
         assert shards.sql("Shard") == layout.column
 
 
-def change(former: int, target: int, *, aborts: bool = False) -> Change:
+def change(former: int, target: int, *, aborts: bool = False) -> RecordedReshard:
     """Return a change that is under way."""
     since = datetime(2026, 11, 21, tzinfo=UTC)
     operation = Operation("", "reshard", since, *[None] * 2, "{}", *[None] * 5)
-    return Change(former, target, operation, aborts)
+    return RecordedReshard(former, target, operation, aborts)
 
 
 @pytest.fixture
@@ -274,12 +283,14 @@ def resharding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resharding]:
     """Return a Resharding of a database with these layouts."""
 
     def create(
-        found: dict[Layout, dict[str, str]], latest: Change | None = None, recorded: dict[Layout, str] | None = None
+        found: dict[Layout, dict[str, str]],
+        latest: RecordedReshard | None = None,
+        recorded: dict[Layout, str] | None = None,
     ) -> Resharding:
         table = mock.Mock(TaskTable)
         table.name = "shop"
         table.database = mock.Mock()
-        monkeypatch.setattr(Resharding, "snapshot", lambda _self: Snapshot(found, recorded or {}, {}))
+        monkeypatch.setattr(Resharding, "snapshot", lambda _self: LayoutStates(found, recorded or {}, {}))
         monkeypatch.setattr(Resharding, "_latest", lambda _self: latest)
         monkeypatch.setattr(schema, "layouts", lambda _database: dict(found))
         return Resharding(table)

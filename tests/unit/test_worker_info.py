@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox import __version__
-from outbox.rows.workers import Worker
+from outbox.rows.workers import SeenWorker
 from publishworker.process.gauges import MAX_OTHER_BYTES, worker_info
 from publishworker.telemetry.history import WorkerHistory
 from publishworker.topics.availability import CircuitState
@@ -20,9 +20,9 @@ NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)
 MISSING = CircuitState(Failed("not_found", "404 Topic not found"), 25.04, 3.21)
 
 
-def worker(info: Any, id: str = "a", age: float = 2) -> Worker:
+def worker(info: Any, id: str = "a", age: float = 2) -> SeenWorker:
     """Return a worker whose Info went through the database."""
-    return Worker(id, age, NOW, NOW - timedelta(seconds=age), json.loads(json.dumps(info)))
+    return SeenWorker(id, age, NOW, NOW - timedelta(seconds=age), json.loads(json.dumps(info)))
 
 
 def test_a_worker_says_what_it_does() -> None:
