@@ -282,7 +282,8 @@ class Claim:
     @property
     def keys(self) -> dict[TopicKey, int]:
         """Return the ordering keys of the tasks, each with its shard."""
-        return {TopicKey(self.topic, key): shard for _, key, shard in self.tasks if key is not None}
+        tasks = (*self.tasks, *self.releases)
+        return {TopicKey(self.topic, key): shard for _, key, shard in tasks if key is not None}
 
     @property
     def may_delay(self) -> bool:
@@ -307,14 +308,14 @@ class Claim:
         return replace(self, tasks=tasks, kind=kind or self.kind, releases=releases)
 
     def of_deferred(self, heads: KeyHeads) -> "Claim":
-        """Return a claim of the deferred tasks among the `heads` of its keys."""
-        tasks = (
+        """Return a claim that releases the deferred tasks among the `heads` of its keys."""
+        releases = (
             ClaimedTask(head.id, key.ordering_key, self.keys[key])
             for key, queue in heads.items()
             for head in queue[:1]
             if head.deferred
         )
-        return replace(self, tasks=tuple(tasks), releases=())
+        return replace(self, tasks=(), releases=tuple(releases))
 
     def single_claims(self) -> "tuple[Claim, ...]":
         """Return a claim for each task.

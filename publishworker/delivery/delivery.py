@@ -145,7 +145,7 @@ class Delivery:
 
         def decide_and_release(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             nonlocal changes
-            changes = {**rules.ended_again(rows), **decide(rows, now)}
+            changes = {**rules.ended_again(claim, rows, now), **decide(rows, now)}
             if claim.keys:
                 changes = {**changes, **rules.release_changes(claim, rows, changes, now, self._policy)}
             return changes
@@ -165,7 +165,7 @@ class Delivery:
         if keys := self.claim.keys:
             with contextlib.suppress(StoreError):
                 heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
-                if (deferred := self.claim.of_deferred(heads)).tasks:
+                if (deferred := self.claim.of_deferred(heads)).releases:
                     self._change_rows(deferred, lambda _rows, _now: {})
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:

@@ -181,7 +181,7 @@ def release_changes(
     find the key. An expired head blocks no task, so the task behind it is released, too.
     """
     released: dict[str, RowChange] = {}
-    keys = {task.ordering_key for task in claim.tasks} - {None}
+    keys = {key.ordering_key for key in claim.keys}
     for row in in_key_order(claim, rows):
         key, change = row.ordering_key, changes.get(row.id)
         is_taken_out = row.sent_at is not None or row.cancelled_by is not None
@@ -195,9 +195,16 @@ def release_changes(
     return released
 
 
-def ended_again(rows: Sequence[LockedRow]) -> dict[str, RowChange]:
-    """Return a change for each cancelled task that another program has made unsent: it gets a SentAt again."""
-    return {row.id: EndedAgain() for row in rows if row.cancelled_by is not None and row.sent_at is None}
+def ended_again(claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
+    """Return a change for each cancelled task that another program has made unsent: it gets a SentAt again.
+
+    One in `releases` does not, because the next task of its key is not locked and may be deferred. The end of its own
+    deferral lets a poll read the key.
+    """
+    found = [row for row in rows if row.cancelled_by is not None and row.sent_at is None]
+    releases = {task.id for task in claim.releases}
+    due = {row.id: Deferred(now, claim.locks[0]) for row in found if row.id in releases and row.deferred}
+    return {**{row.id: EndedAgain() for row in found if row.id not in releases}, **due}
 
 
 def stops_key(answer: Answer | None) -> bool:

@@ -29,7 +29,7 @@ class Messages:
         self._untouched: Counter[tuple[str, int]] = Counter()
         #: The messages of each worker without a mark, by task.
         self._open: dict[Process, dict[str, list[Message]]] = defaultdict(lambda: defaultdict(list))
-        #: The lives of the at-most-once tasks that a worker has marked and not yet published.
+        #: The lives of the at-most-once tasks, as of the mark by each worker.
         self._marked_first: dict[tuple[Process, str], int] = {}
         #: The tasks whose locks a worker has lost since it claimed them.
         self._lost: dict[Process, set[str]] = defaultdict(set)
@@ -44,7 +44,7 @@ class Messages:
 
     def requested(self, process: Process, ids: Collection[str]) -> list[Message]:
         lost = self._lost[process]
-        lives = {id: self._marked_first.pop((process, id), self._lives[id]) for id in ids}
+        lives = {id: self._marked_first.get((process, id), self._lives[id]) for id in ids}
         messages = [Message(id, lives[id], touched=id in lost) for id in ids]
         for each in messages:
             self._open[process][each.id].append(each)

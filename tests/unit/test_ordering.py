@@ -192,6 +192,19 @@ def test_a_task_that_was_deferred_while_a_batch_had_lost_its_locks_is_released(b
     assert bench.publisher.ids() == ["head", "next"]
 
 
+@pytest.mark.parametrize("size", [1, 10])
+def test_cancelled_tasks_that_are_made_unsent_hold_no_task_behind_them(size: int) -> None:
+    """They end wherever a batch ends: among its tasks, or just behind them."""
+    bench = Bench(size=size)
+    deferred = {"available_at": bench.store.now + HOUR, "blocked_by": "dead"}
+    bench.line("dead")
+    bench.line("a", "b", cancelled_by="an operation", **deferred)
+    bench.line("next", "last", **deferred)
+    bench.run_for(10)
+    assert bench.publisher.ids() == ["dead", "next", "last"]
+    assert not bench.store.unsent_rows()
+
+
 def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
     """They wait neither for the rest of their minute nor for the head's backoff beyond its expiry."""
     soon = bench.store.now + timedelta(seconds=20)
