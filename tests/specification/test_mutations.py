@@ -96,7 +96,7 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("OUT-CANCEL-1", CANCELLED): [
         (RULES, 'return None if row.cancelled_by is None else Skipped("cancelled")', "return None"),
-        (RULES, "return {row.id: EndedAgain()", "return {} and {row.id: EndedAgain()"),
+        (RULES, "return {**{row.id: EndedAgain()", "return {} and {**{row.id: EndedAgain()"),
     ],
     ("OUT-TWICE-1", AGAIN): [
         (PUBLISHER, "[TASK_ID_ATTRIBUTE] = row.id ", "[TASK_ID_ATTRIBUTE] = f'{row.id} {row.times_sent}' "),
