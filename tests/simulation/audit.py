@@ -161,9 +161,9 @@ class Audit:
         if to is not None:
             self._destinations[topic].add(to)
 
-    def restored(self, id: str, due: float) -> None:
-        """A replay has inserted a task from the archive, whose row was deleted."""
-        self.tasks[id].cancelled_at = -inf
+    def restored(self, id: str, created_at: float, due: float) -> None:
+        """A replay has inserted a task from the archive, whose row was deleted. Its ID may have had a later row."""
+        self.tasks[id].cancelled_at, self.tasks[id].at = -inf, created_at
         self.cancelled_received.discard(id)  # it is a task again, whose messages are expected
         self.reset(id, due)
 

@@ -217,7 +217,8 @@ class Work:
                 self.known[id].at = self.known[id].available_at = self._spanner.clockwork.now
                 audit.committed(id, self.known[id])
             else:
-                audit.restored(id, due)
+                created_at = (self.table.rows[id].created_at - self.table.epoch).total_seconds()
+                audit.restored(id, created_at, due)
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
                 audit.problem(f"{id} is unsent, and was deleted")
