@@ -301,7 +301,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
         lambda _: lambda _name, row, *_: row._replace(matches=True)
     ),
     "a chunk of an operation is executed once": (
-        "operations", "outbox_admin.operations.RunningReshard", "check", always(None)
+        "operations", "outbox_admin.operations.Progress", "check", always(None)
     ),
     "a commit of an operation without an answer counts": (
         "operations", "outbox_admin.changes.execution", "_committing", lambda _: lambda work: work
