@@ -46,6 +46,7 @@ class Known:
     resets: int = 0
     reset_at: float = -inf
     cancelled_at: float = -inf
+    told_at: float = inf  # when a mark has told that it was published before it was cancelled
     row: dict[str, Any] = field(default_factory=dict)  # as it was when it was cancelled
     put_back_at: float = -inf
     put_back_by: str = ""  # the cancel that a restore has taken back
@@ -251,15 +252,11 @@ class Audit:
         for id, mark in marks.items():
             task = self.tasks[id]
             if isinstance(mark, Published):
-                if task.once:
-                    self.messages.marked_first(process, id)
-                self._explain(id, explained=self.messages.marked(process, id))
-                self.sent[id].add(committed)
-                task.cancelled_at = -inf  # the row tells that a worker had published it
+                self._marked_as_sent(process, id, task, committed)
             if isinstance(mark, Published) and not task.once and task.last_at < max(0.0, task.reset_at):
                 self.problem(f"{id} is marked as sent and was not received")
-            if isinstance(mark, Deferred) and mark.available_at > latest:
-                self.problem(f"{id} is deferred until {mark.available_at}")
+            if isinstance(mark, Deferred):
+                self._deferral(id, task, mark, latest)
             if isinstance(mark, NotSent) and mark.error is not None and not task.once:
                 for problem in self._wrong_failure(process, id, task, mark.error.partition(":")[0]):
                     self.problem(f"{id} has a failed attempt ({mark.error}), {problem}")
@@ -268,6 +265,20 @@ class Audit:
                     if (task.topic, task.key) in recorded:
                         self.problem(f"{id} has a failed attempt, and so has a task before it of its key")
                     recorded.add((task.topic, task.key))
+
+    def _marked_as_sent(self, process: Process, id: str, task: Known, committed: datetime) -> None:
+        if task.once:
+            self.messages.marked_first(process, id)
+        self._explain(id, explained=self.messages.marked(process, id))
+        self.sent[id].add(committed)
+        if task.cancelled:  # the row tells that a worker had published it
+            task.cancelled_at, task.told_at = -inf, self.clockwork.now
+
+    def _deferral(self, id: str, task: Known, mark: Deferred, latest: datetime) -> None:
+        if task.cancelled:  # another program has made it unsent, and its deferral ends
+            task.row |= {"available_at": mark.available_at, "blocked_by": mark.head}
+        if mark.available_at > latest:
+            self.problem(f"{id} is deferred until {mark.available_at}")
 
     def _wrong_failure(self, process: Process, id: str, task: Known, reason: str) -> Iterator[str]:
         kind = failure_kind(reason)
@@ -397,7 +408,9 @@ class Audit:
         for id in sorted(self.cancelled_received):
             task, found = self.tasks[id], self._acknowledged.items()
             since = max(task.reset_at, task.at)
-            if knew := [who.name for (who, of), (at, _) in found if of == id and who.alive and at > since]:
+            if knew := [
+                who.name for (who, of), (at, _) in found if of == id and who.alive and since < at < task.told_at
+            ]:
                 if id not in self.named:
                     self.problem(f"{id} was cancelled and received. {knew[0]} published it, and does not name it")
                 elif task.cancelled and id in rows and id not in self.given_up:
