@@ -87,7 +87,7 @@ def ids(to: Subscription) -> list[str]:
 
 
 def begin(table: TaskTable, selection: TaskSelection, name: str = "retry", id: str = ID) -> None:
-    assert execution.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
+    assert execution.begin(table, name, selection, JANE, id=id, selected=len(NAMES))[1]
 
 
 def dead_again(database: Database, ids: tuple[str, ...]) -> None:
