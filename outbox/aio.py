@@ -146,17 +146,15 @@ async def process_once(
 async def _insert_once(
     transaction: AsyncTransaction, table: str, columns: tuple[str, ...], row: Row, *, key: PrimaryKey, tag: str
 ) -> bool:
-    inserted = transactions.changes(transaction).inserted
     keys, options = KeySet(keys=[list(key)]), timeouts.request(tag, kind=AsyncRetry)
     with transactions.table_errors(table):
         rows = await transaction.read(table, columns[: len(key)], keys, **options)
         # To the end, as in outbox.register_once.
         exists = [each async for each in rows]
     # After the read, because another coroutine may have inserted the row in the meantime.
-    if exists or key in inserted:
+    if exists or key in transactions.changes(transaction).inserted:
         return False
-    transactions.insert(transaction, table, columns, [row])
-    inserted.add(key)
+    transactions.insert(transaction, table, columns, [row], keys=[key])
     return True
 
 

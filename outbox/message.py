@@ -28,8 +28,9 @@ MAX_FIELDS = 2 * MAX_ATTRIBUTES
 MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1_024
 MAX_ORDERING_KEY_BYTES = 1_024
-#: The longest full name of a topic ID: a project ID has at most 30 characters, a topic ID 255.
-LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
+#: The longest name of a topic that `values.TOPIC` accepts. Every message leaves room for it, because an operator may
+#: send it to another topic.
+LONGEST_TOPIC_NAME = f"projects/{'p' * 100}/topics/{'t' * 255}"
 
 _TOPIC = re.compile(TOPIC)
 _DATA = (bytes, bytearray, memoryview)
@@ -107,7 +108,7 @@ def check_new_task_id(task_id: str) -> str:
 
 
 def build(
-    message: object, *, topic: str, attributes: Mapping[str, str] | None, ordering_key: str, task_id: str
+    message: object, *, attributes: Mapping[str, str] | None, ordering_key: str, task_id: str
 ) -> tuple[bytes, str]:
     """Return the serialized PubsubMessage and its ordering key ("" for none).
 
@@ -135,9 +136,9 @@ def build(
         built.attributes.update(merged)
         built.ordering_key = key
     data: bytes = built.SerializeToString()
-    if (size := _request_size(len(data), topic)) > MAX_REQUEST_BYTES:
+    if (size := _request_size(len(data))) > MAX_REQUEST_BYTES:
         raise InvalidMessage(f"the publish request of the message has {size:,} bytes; at most {MAX_REQUEST_BYTES:,}")
-    return _traced(built, topic) or data, key
+    return _traced(built) or data, key
 
 
 def parsed(data: bytes) -> Any | None:
@@ -258,17 +259,16 @@ def _one_ordering_key(in_message: str, argument: str) -> str:
     return key
 
 
-def _request_size(message_bytes: int, topic: str) -> int:
+def _request_size(message_bytes: int) -> int:
     """Return the size of a PublishRequest with a message of this size alone, without encoding one."""
-    name_bytes = len(topic) if topic.startswith("projects/") else len(LONGEST_TOPIC_NAME)
-    return _field_size(name_bytes) + _field_size(message_bytes)
+    return _field_size(len(LONGEST_TOPIC_NAME)) + _field_size(message_bytes)
 
 
 def _field_size(size: int) -> int:
     return 1 + max(1, (size.bit_length() + 6) // 7) + size
 
 
-def _traced(built: Any, topic: str) -> bytes | None:
+def _traced(built: Any) -> bytes | None:
     """Return the message with the current trace context.
 
     Return None if there is no context, the message has one already, or the result would be too large.
@@ -281,7 +281,7 @@ def _traced(built: Any, topic: str) -> bytes | None:
         return None
     built.attributes.update(context)
     data: bytes = built.SerializeToString()
-    return data if _request_size(len(data), topic) <= MAX_REQUEST_BYTES else None
+    return data if _request_size(len(data)) <= MAX_REQUEST_BYTES else None
 
 
 def _shown(key: object) -> str:

@@ -122,9 +122,8 @@ def register(
     )  # fmt: skip
     columns, row = insert_of(task)
     # Adds one insert to the transaction of the caller, and so keeps OUT-LOSS-1 of docs/guarantees.md.
-    transactions.insert(transaction, TASKS_TABLE, columns, [row])
+    transactions.insert(transaction, TASKS_TABLE, columns, [row], keys=[row[:1]])
     id: str = row[0]
-    transactions.changes(transaction).inserted.add((id,))
     count_registered(row[1])
     return id
 
@@ -204,8 +203,7 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
             f"{len(rows):,} tasks are more than {len(columns) * len(rows):,} mutations, and Spanner allows "
             f"{MAX_MUTATIONS:,} in a commit. Register at most {MAX_MUTATIONS // 16:,} tasks in one transaction"
         )
-    transactions.insert(transaction, TASKS_TABLE, columns, values)
-    transactions.changes(transaction).inserted.update(row[:1] for row in rows)
+    transactions.insert(transaction, TASKS_TABLE, columns, values, keys=[row[:1] for row in rows])
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
     return [row[0] for row in rows]
@@ -214,12 +212,10 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 def task_row(task: Task) -> transactions.Row:
     """Return the row in the order of TASK_COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
     id = _random_id() if task.task_id is None else messages.check_new_task_id(task.task_id)
-    topic = messages.check_topic(task.topic)
     priority = _priority(task.priority)
     available_at, expires_at = _times(task.available_at, task.expires_at)
-    data, key = messages.build(
-        task.message, topic=topic, attributes=task.attributes, ordering_key=task.ordering_key, task_id=id
-    )
+    topic = messages.check_topic(task.topic)
+    data, key = messages.build(task.message, attributes=task.attributes, ordering_key=task.ordering_key, task_id=id)
     if not isinstance(task.at_most_once, bool):
         raise InvalidMessage(f"at_most_once is {class_name(task.at_most_once)}. It must be a bool")
     if task.at_most_once and key:

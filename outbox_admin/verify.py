@@ -38,8 +38,8 @@ from outbox_admin.tasks.selections import TaskSelection
 from publishworker.process.app import open_store
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import PollRequest, SpannerStore
-from publishworker.types import LockedRow, Published, RowChange, TopicKey
+from publishworker.spanner.store import SpannerStore
+from publishworker.types import LockedRow, PollRequest, Published, RowChange, TopicKey
 
 T = TypeVar("T")
 #: Topics of the loaded tasks, which are not published.

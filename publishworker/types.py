@@ -21,6 +21,31 @@ POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
 MAX_INT64 = 2**63 - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollRequest:
+    """What a poll reads: the ready tasks of these shards and topics, and optionally more."""
+
+    #: Shard IDs, possibly of several layouts.
+    shards: tuple[int, ...]
+    topics: frozenset[str]
+    #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
+    per_range: int
+    #: Read due tasks as well.
+    due: bool = False
+    #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
+    below_priority: int | None = None
+
+    @property
+    def ranges(self) -> int:
+        """Return the number of ranges."""
+        return self.pairs * (1 + self.due + (self.below_priority is not None))
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of shard and topic."""
+        return len(self.shards) * len(self.topics)
+
+
 class Candidate(NamedTuple):
     """An unsent task that a poll has read, or the sendable prefix of an ordering key.
 
@@ -342,11 +367,20 @@ MarkState: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
 @dataclass(frozen=True, slots=True)
+class TransactionError:
+    """Why a transaction of a batch failed. If it failed in the phase CLAIM, it has locked and written nothing."""
+
+    claim: Claim
+    phase: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """The first report of a batch: what became of its tasks.
 
-    `error` says why the commit failed. It is None after a commit, and if Spanner refused only some rows, because each
-    of them is reported as an Unmarked.
+    `error` says why a transaction failed. It is None after a commit, and if Spanner refused only some rows, because
+    each of them is reported as an Unmarked.
     """
 
     claim: Claim
@@ -372,7 +406,7 @@ class Delivered:
     phases: Mapping[str, float] = field(default_factory=dict)
     #: Attempts that were aborted after they had decided.
     aborted: int = 0
-    error: str | None = None
+    error: TransactionError | None = None
 
     def published(self) -> list[str]:
         """Return the IDs of the published tasks, whether or not they are marked."""

@@ -107,13 +107,13 @@ CREATE TABLE AsynchronousTaskWorkers (
   -- The columns whose shards the worker polls, such as Shard,Shard32. NULL: Shard.
   Polls                  STRING(64),
   -- About the worker: host, version, shards, in-flight batches, open circuits, the settings that differ from their
-  -- defaults, and its last hour by minute. No secret, no message, at most 12 kB. NULL: a worker of an older version.
+  -- defaults, and its last hour by minute. No secret, no message, at most 6 kB. NULL: a worker of an older version.
   Info                   JSON
 ) PRIMARY KEY (WorkerId);
 
 -- Shard columns, since `outbox schema reshard` ran for the first time. No row: workers poll the shards of column Shard.
 CREATE TABLE AsynchronousTaskShards (
-  -- Shard, or with the number of shards at the end, such as Shard32. The names of its two indexes end like it.
+  -- Shard, or with the number of shards at the end, such as Shard32. The names of its three indexes end with the same number.
   ColumnName STRING(16) NOT NULL,
   Shards     INT64      NOT NULL,
   -- building: the column or an index is not complete. polled: workers poll it. retired: workers stop polling it.

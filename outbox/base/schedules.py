@@ -1,4 +1,4 @@
-"""When something is tried again: the schedules of the three packages. Standard library only."""
+"""When something is tried again: the schedules of all packages. Standard library only."""
 
 from random import Random
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Backoff:
 
 
 #: The next turn of a worker without work: soon after progress, and seldom while it is idle. Without a change stream
-#: the poll interval limits it. A task whose insert the stream does not report, such as a retried one, waits as long.
+#: the poll interval limits it. The stream does not report a task that an operator retries, so it may wait this long.
 TURN = Schedule(0.05, 15.0)
 #: The next turn while Spanner is unavailable: few requests, and no long wait after a short outage.
 OUTAGE = Schedule(0.2, 5.0)
@@ -67,7 +67,7 @@ COUNT = Schedule(5.0, 120.0, 4.0)
 CALL = Schedule(0.1, 1.0)
 #: A transaction after ABORTED without a delay of Spanner's own: it had a lock conflict. The client would wait 2 s.
 ABORTED = Schedule(0.02, 0.02)
-#: A connection that was lost, or a heartbeat that failed: the worker must write one before it times out.
+#: A connection that was lost, or a heartbeat that failed: a worker must write a heartbeat before its liveness timeout.
 RECONNECT = Schedule(2.0, 2.0)
 #: The next read for more rows, or for the end of a change of the schema, while a person or a reader waits.
 FOLLOW = Schedule(1.0, 1.0)

@@ -1,1 +1,1 @@
-"""What every program of the three packages needs: settings, arguments, output, logs, signals, channels."""
+"""Settings, output, logs and channels of all programs."""

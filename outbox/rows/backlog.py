@@ -91,7 +91,7 @@ class Line:
 
     @property
     def unsent(self) -> int:
-        """Return the number of tasks in all states but sent."""
+        """Return the number of unsent tasks."""
         return sum(getattr(self, state) for state in UNSENT)
 
     def add(self, other: "Line") -> None:
@@ -120,7 +120,7 @@ class Backlog:
     workers: Sequence[SeenWorker]
     lines: Sequence[Line]
     whole: bool = True
-    #: Workers that died within the hour: without a goodbye, so that their rows are still there.
+    #: Workers that ended within the hour without deleting their heartbeat row.
     silent: Sequence[SeenWorker] = ()
 
     @property

@@ -25,9 +25,12 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
-#: Max characters that are read of an error, a name, a reason or a position, and of an Info, which has at most 6 kB.
-#: Max rows of workers, those with the last heartbeats first.
-MAX_TEXT, MAX_INFO, MAX_WORKERS = 1_000, 8_000, 1_000
+#: Max characters that are read of an error, a name, a reason or a position.
+MAX_TEXT = 1_000
+#: The same of an Info. A worker writes at most 6 kB.
+MAX_INFO = 8_000
+#: Max workers that are read, those with the last heartbeats first.
+MAX_WORKERS = 1_000
 
 
 def at_most(column: str, characters: int = MAX_TEXT) -> str:
@@ -56,8 +59,8 @@ def count_statement(
 ) -> str:
     """Return the statement that counts `rows` by topic and state at @now, at most @limit in each range.
 
-    Also when the oldest of the tasks should first have been sent, when the next one will be `due`, and how many of them
-    were `registered` in the last minute.
+    Each row also has the first-due time of the oldest task, the next `due` time, and the number `registered` in the
+    last minute.
     """
     return at_now(f"""
 SELECT in_shard, of_topic, part.topic, part.state, part.number, part.oldest, part.next_due, part.registered
@@ -88,7 +91,7 @@ COUNT_DEAD = count_statement(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
 COUNT_SENT = count_statement(
     f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE} AND CancelledBy IS NULL", "'sent_last_minute'"
 )
-#: The workers, with what they say about themselves. A worker of an older version has no Info. SAFE: a text of more than
+#: The workers with their Info. A worker of an older version has no Info. SAFE: a text of more than
 #: 1 MiB would be an error.
 WORKERS_AT = f"""{at_now(workers("StartedAt", "SeenAt", at_most("SAFE.TO_JSON_STRING(Info)", MAX_INFO)))}
 ORDER BY SeenAt DESC LIMIT {MAX_WORKERS}"""

@@ -1,4 +1,7 @@
-"""Access to the outbox's tables for operators' commands. Every request has LOW priority, a tag and a timeout."""
+"""Queries and transactions of workers' gauges, readers, operators and Spark.
+
+Every request has LOW priority, a tag and a timeout.
+"""
 
 import contextlib
 import getpass

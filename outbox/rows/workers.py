@@ -1,4 +1,4 @@
-"""The live workers, and what they say about themselves in the column Info: each read is one of a small table.
+"""The live workers, and the column Info of each: each read is one of a small table.
 
 Any program may write the column, so a part that is not as a worker writes it, or is larger, is left out. Each read
 raises NotReached or OutboxError.
@@ -16,6 +16,7 @@ from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import MAX_SHARDS
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, WORKERS
 
+#: Minutes of a worker's history.
 MINUTES = 60
 
 WORKERS_TAG = "outbox-workers"
@@ -23,9 +24,12 @@ WORKERS_TAG = "outbox-workers"
 #: it with their next discovery, and an idle one writes a heartbeat every 21 s. The first heartbeat has no shards.
 TAKE_OVER = timedelta(minutes=1)
 #: Max characters of the Infos of all workers together: 150 of the largest, or many more usual ones. As Python values,
-#: they take up to 20 times as much. Max items of a list or an object in an Info, and of what is found in all of them,
-#: and max circuits of a worker, which have at most 2.5 kB.
-MAX_INFOS, MAX_ITEMS, MAX_CIRCUITS = 1_000_000, 400, 50
+#: they take up to 20 times as much.
+MAX_INFOS = 1_000_000
+#: Max items of a list or an object in an Info.
+MAX_ITEMS = 400
+#: Max circuits of a worker. A worker writes at most 2.5 kB of them.
+MAX_CIRCUITS = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ def rows_at(table: TaskTable, at: datetime) -> list[SeenWorker]:
 
 
 def died(table: TaskTable) -> int:
-    """Return the number of workers that died within the hour. Reads no Info, so it costs little in a large fleet."""
+    """Return the number of workers that died within the hour. Reads no Info, so it costs little with many workers."""
     ages = ((milliseconds / 1000, timeout) for _, milliseconds, timeout, _ in table.query(WORKERS, WORKERS_TAG))
     return sum(timeout <= age < FORGET_WORKER_SECONDS for age, timeout in ages)
 

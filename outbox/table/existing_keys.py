@@ -28,9 +28,7 @@ def insert_once(
 
     The key stays locked until the commit.
     """
-    inserted = changes(transaction).inserted
-    if key in inserted or existing(transaction, table, columns[: len(key)], [key], tag=tag):
+    if key in changes(transaction).inserted or existing(transaction, table, columns[: len(key)], [key], tag=tag):
         return False
-    insert(transaction, table, columns, [row])
-    inserted.add(key)
+    insert(transaction, table, columns, [row], keys=[key])
     return True

@@ -29,8 +29,8 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
     """Run `work` in a read-write transaction, again after each ABORTED, and return its result.
 
     `options` are those of `run_in_transaction`. After an error of Google's API the client leaves the transaction and
-    its locks open. So it is rolled back here if `work` has failed with one other than ABORTED, or if Spanner has
-    refused the commit. After other errors of `work` the client rolls back.
+    its locks open. So this function rolls back if `work` has raised an error of the API other than ABORTED, or if
+    Spanner has refused the commit. After other errors of `work` the client rolls back.
 
     If the client gets no session, it refuses all later transactions of the thread, unless the flag is reset here:
     https://github.com/googleapis/google-cloud-python/issues/18375

@@ -39,7 +39,7 @@ _TYPES = {
     **dict.fromkeys(("after_id", "from_topic", "id", "operation"), param_types.STRING),
     **dict.fromkeys(("principal", "token", "topic"), param_types.STRING),
     **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range"), param_types.INT64),
-    **dict.fromkeys(("after_sequence", "characters", "shard", "shard_count"), param_types.INT64),
+    **dict.fromkeys(("after_sequence", "characters", "shard"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
     **dict.fromkeys(("range_shards", "shards"), param_types.Array(param_types.INT64)),
     "skip_dead": param_types.BOOL,

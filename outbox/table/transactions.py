@@ -138,12 +138,22 @@ def check_open(transaction: object, function: str) -> None:
         )
 
 
-def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], rows: Sequence[Row]) -> None:
-    """Add one insert. Raises TypeError if `transaction.insert` returns a coroutine, because nothing is added then."""
+def insert(
+    transaction: SupportsInsert,
+    table: str,
+    columns: tuple[str, ...],
+    rows: Sequence[Row],
+    keys: Iterable[PrimaryKey] = (),
+) -> None:
+    """Add one insert, and note the `keys` of its rows, which the transaction's own reads do not return.
+
+    Raises TypeError if `transaction.insert` returns a coroutine, because nothing is added then.
+    """
     if isinstance(transaction, _CLIENT):
         transaction.insert(table, _converted(columns), rows)  # type: ignore[no-untyped-call]  # the client has no types
-        return
-    check_finished(transaction.insert(table, columns, rows), f"the insert of {type(transaction).__name__}")
+    else:
+        check_finished(transaction.insert(table, columns, rows), f"the insert of {type(transaction).__name__}")
+    changes(transaction).inserted.update(keys)
 
 
 @lru_cache(maxsize=64)

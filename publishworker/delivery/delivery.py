@@ -35,6 +35,7 @@ from publishworker.types import (
     RowChange,
     Skipped,
     TakenOut,
+    TransactionError,
     Unmarked,
     Version,
 )
@@ -47,7 +48,7 @@ _T = TypeVar("_T", Skipped, NotSent, Deferred)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What every delivery works with."""
+    """The services and the policy of a delivery."""
 
     store: SpannerStore
     publisher: PubSubPublisher
@@ -74,7 +75,7 @@ class Delivery:
         #: Writes the marks again after the commit failed.
         self._mark_retry: MarkRetry | None = None
         self._is_committed = False
-        self._error: str | None = None
+        self._error: TransactionError | None = None
 
     # The relay's thread reads these properties while the batch runs on its own. The batch replaces values as a whole,
     # so each is consistent at any time, and at most one step old.
@@ -88,12 +89,15 @@ class Delivery:
 
     @property
     def needs_place(self) -> bool:
-        """Tell whether the batch takes a place: false while none of its rows can be written although others can."""
+        """Tell whether the batch takes a place: false while it is aside (see `turn.in_flight.InFlight`)."""
         return self._mark_retry is None or not self._mark_retry.aside
 
     @property
     def transactions(self) -> int:
-        """Return the number of transactions that have begun. While it grows, the batch is not stuck."""
+        """Return the number of transactions that have begun, and of waits on purpose.
+
+        While it grows, the batch is not stuck.
+        """
         return self._timing.transactions
 
     def give_up(self) -> list[Unmarked]:
@@ -201,7 +205,7 @@ class Delivery:
 
     def _begin_marking(self, error: StoreError) -> None:
         """Prepare to mark again."""
-        self._error = str(error)
+        self._error = TransactionError(self.claim, self._timing.last_phase, str(error))
         # After a refusal nothing was written, so keep the failed attempts and deferrals of the claimed tasks, and write
         # them later. Drop those of the tasks in `releases`, because the next commit decides again about them. After any
         # other error the commit may have succeeded, so drop those of all claimed tasks.
@@ -354,10 +358,12 @@ class Timing:
         self.phases: dict[str, float] = {}
         #: Seconds between a task's due time and Pub/Sub's answer.
         self.latencies: dict[str, float] = {}
-        #: Transactions that have begun. While the number grows, the batch is not stuck.
+        #: Transactions that have begun, and waits on purpose.
         self.transactions = 0
         #: Attempts that were aborted after they had decided. Aborts of the query that locks are not counted.
         self.aborted = 0
+        #: The phase in which the last transaction ended: COMMIT, or CLAIM if its rows were not locked.
+        self.last_phase = CLAIM
         self._clock = clock
         self._phase_began = self._locked_at = clock()
         self._now: datetime  # the database's time at the last lock
@@ -378,7 +384,8 @@ class Timing:
         try:
             return store.claim(claim.locks, decide_timed, may_delay=claim.may_delay)
         finally:
-            self._end(COMMIT if has_decided else CLAIM)
+            self.last_phase = COMMIT if has_decided else CLAIM
+            self._end(self.last_phase)
 
     def end_publish(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
         """End the phase, and record the latencies of the published rows."""

@@ -24,6 +24,7 @@ from publishworker.types import (
     RowChange,
     Skipped,
     TakenOut,
+    TransactionError,
 )
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
@@ -31,7 +32,10 @@ HOLD_SECONDS = 60.0
 
 
 class MarkFirst(Delivery):
-    """Tasks that can be lost but are never published twice: if Pub/Sub refuses one, its mark is undone."""
+    """Marks tasks and then publishes them: one can be lost, but is never published twice.
+
+    If Pub/Sub refuses a message, its mark is undone.
+    """
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
         super().__init__(claim, tools)
@@ -103,7 +107,7 @@ class MarkFirst(Delivery):
             self._held[part] = error
             self._tools.marking.refused_rows += len(part.tasks)
         else:
-            self._error = str(error)
+            self._error = TransactionError(part, self._timing.last_phase, str(error))
         self._results.forget_unwritten(part.locks)
 
     def _undo(self) -> None:

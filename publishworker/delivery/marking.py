@@ -13,19 +13,20 @@ from publishworker.types import Cancelled, Claim, MarkState, TakenOut, Unmarked
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.
 MAX_MARKING_SECONDS = 900.0
-#: After this many refused rows without a commit in between, the cause is probably not a row, so no more are tried.
+#: After this many refused rows without a commit in between, the cause is probably not a row. Marking again then stops
+#: at the first failure, and no batch divides what is refused.
 MAX_REFUSED = 10
 
 
 class SharedMarking:
-    """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
+    """State that the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
 
     def __init__(self, host: Host, shutdown_seconds: float = 0.0) -> None:
         """After `shut_down`, batches mark for at most `shutdown_seconds` more."""
         self.random, self.clock = host.random, host.clock
         self._shutdown_seconds = shutdown_seconds
-        #: Committed transactions. If two threads count at once, one count is lost. It matters only whether the number
-        #: changes.
+        #: Commits that have written rows. If two threads count at once, one count is lost. It matters only whether the
+        #: number changes.
         self.commits = 0
         #: The number of rows that Spanner has refused to write since the last commit.
         self.refused_rows = 0
@@ -34,7 +35,7 @@ class SharedMarking:
         self._shutdown_until = float("inf")
 
     def committed(self) -> None:
-        """Count a commit with marks. It shows that Spanner accepts writes."""
+        """Count a commit that has written rows. It shows that Spanner accepts writes."""
         self.commits += 1
         self.refused_rows = 0
 
@@ -70,7 +71,7 @@ class Marked(Protocol):
         """Write the marks of a part in one transaction that publishes nothing. Raises StoreError."""
 
     def state_of(self, id: str) -> MarkState:
-        """Return what the mark of a task says."""
+        """Return whether the task is published, marked or neither."""
 
 
 class MarkRetry:
@@ -81,22 +82,23 @@ class MarkRetry:
         batch: Marked,
         parts: Sequence[Claim],
         marking: SharedMarking,
-        failed: Mapping[Claim, StoreError] = MappingProxyType({}),
+        refused: Mapping[Claim, StoreError] = MappingProxyType({}),
     ) -> None:
-        """Write these parts. `failed` has those that Spanner has refused already, with the errors."""
+        """Write these parts. `refused` has those that Spanner has refused already, with the errors."""
         self._batch = batch
         self._marking = marking
-        #: Whether none of the remaining parts can be written although other rows can. The cause is then in these rows,
-        #: so the batch takes no place (see InFlight).
+        #: Whether Spanner refuses all remaining parts while other batches commit. The cause is then in these rows, so
+        #: the batch takes no place (see InFlight).
         self.aside = False
         #: The last error.
         self._error = StoreError()
         self._since, self._commits = marking.clock(), marking.commits
         #: Parts that cannot be written while others can.
-        self._failed = set(failed if marking.refused_rows <= MAX_REFUSED else ())
+        self._refused = set(refused if marking.refused_rows <= MAX_REFUSED else ())
+        self._reported = set(refused)
         self._set_parts([part for part in parts if part.locks])
         self._to_report: list[Unmarked | Cancelled] = [
-            each for part, error in failed.items() for each in self._unmarked(part, error)
+            each for part, error in refused.items() for each in self._unmarked(part, error)
         ]
 
     def run(self) -> Iterator[Unmarked | Cancelled]:
@@ -141,11 +143,11 @@ class MarkRetry:
                 if not singles:
                     left.append(part)
                     if goes_on:
-                        self._report_once(part, error)
+                        self._note_refused(part, error)
             self._set_parts([*untried, *left])
             goes_on = goes_on and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
-        self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
+        self.aside = bool(self._parts) and all(part in self._refused for part in self._parts)
 
     def _mark(self, part: Claim) -> StoreError | None:
         try:
@@ -156,11 +158,13 @@ class MarkRetry:
             return error
         return None
 
-    def _report_once(self, part: Claim, error: StoreError) -> None:
-        """Remember a part that cannot be written, and report it once."""
-        if part not in self._failed:
-            self._failed.add(part)
+    def _note_refused(self, part: Claim, error: StoreError) -> None:
+        """Note a part that cannot be written, and report it once."""
+        if part not in self._refused:
+            self._refused.add(part)
             self._marking.refused_rows += isinstance(error, WriteRefused)
+        if part not in self._reported:
+            self._reported.add(part)
             self._to_report += self._unmarked(part, error)
 
     def _set_parts(self, parts: Sequence[Claim]) -> None:

@@ -10,16 +10,15 @@ MAX_PARTITIONS partitions, each on a thread. A stream with more belongs to a loa
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 
-from google.cloud.spanner_v1 import param_types
-
 from outbox.base.schedules import ROUND, Backoff
 from outbox.table.connection import STREAM_RETRY, Deadline
+from outbox.table.shared_sql import NOW, parameters
 from publishworker.log import log
 from publishworker.spanner import relay_sql
 from publishworker.spanner.write_errors import is_lost_session
@@ -33,8 +32,6 @@ RESTART_SECONDS = 10.0
 REQUEST_SECONDS = 60.0
 #: Max partitions that are read. A stream with more counts as a failure, so the worker polls at --poll-interval.
 MAX_PARTITIONS = 64
-
-_TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
 
 
 @dataclass(slots=True)
@@ -54,7 +51,6 @@ class ChangeStream:
         self,
         database: Any,
         inserted: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
         follows: Callable[[], bool] = lambda: True,
     ) -> None:
         """Read from a LimitedDatabase. Call `inserted` on any thread: after commits and failures, and at each start.
@@ -63,7 +59,7 @@ class ChangeStream:
         """
         self._database = database
         self._inserted = inserted
-        self._clock, self._follows = clock, follows
+        self._follows = follows
         self._stopped = threading.Event()
         self._heard: dict[str, float] = {}  # by partition: when its last record came
         self._failed = False
@@ -73,7 +69,7 @@ class ChangeStream:
     def works(self) -> bool:
         """Tell whether each partition has sent a record, or was first read, in the last 3 s."""
         oldest = min(list(self._heard.values()), default=float("-inf"))
-        return self._clock() - oldest <= MAX_SILENCE_SECONDS
+        return time.monotonic() - oldest <= MAX_SILENCE_SECONDS
 
     def start(self) -> None:
         """Begin to read, on threads that do not keep the process alive."""
@@ -114,14 +110,14 @@ class ChangeStream:
         if len(partitions) > MAX_PARTITIONS:
             raise OverflowError(f"it has {len(partitions)} partitions, more than {MAX_PARTITIONS}")
         self._inserted()  # for commits after the last poll and before the time from which this attempt reads
-        began = self._clock()
+        began = time.monotonic()
         self._heard = dict.fromkeys(partitions, began)
         for partition in partitions.items():
             arguments = attempt, *partition
             threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
         while not self._stopped.is_set() and self._follows():
             self._raise_if_silent()
-            if self.works and self._clock() - began > RESTART_SECONDS:
+            if self.works and time.monotonic() - began > RESTART_SECONDS:
                 self._note_success()
             try:
                 error = attempt.answers.get(timeout=MAX_SILENCE_SECONDS)
@@ -133,12 +129,12 @@ class ChangeStream:
 
     def _first_partitions(self, attempt: _Attempt) -> dict[str, datetime]:
         """Return the tokens of the partitions, each with the time from which it is read."""
-        [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, RESTART_SECONDS)
-        self._began = now, self._clock()
+        [[now]] = self._query(NOW, {}, RESTART_SECONDS)
+        self._began = now, time.monotonic()
         return self._read(attempt, "", now, None)
 
     def _raise_if_silent(self) -> None:
-        silence = self._clock() - min(self._heard.values(), default=float("-inf"))
+        silence = time.monotonic() - min(self._heard.values(), default=float("-inf"))
         if silence > RESTART_SECONDS:
             raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
 
@@ -154,7 +150,7 @@ class ChangeStream:
         try:
             while not (has_ended or attempt.given_up or self._stopped.is_set()):
                 self._hear(token)
-                now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
+                now = self._began[0] + timedelta(seconds=time.monotonic() - self._began[1])
                 end = max(start, now) + timedelta(seconds=REQUEST_SECONDS)
                 has_ended, start = bool(self._read(attempt, token, start, end)), end
             attempt.answers.put(None)
@@ -165,7 +161,7 @@ class ChangeStream:
         """Send one request, for a partition or for the first ones; return the partitions that follow."""
         found: dict[str, datetime] = {}
         values = {"start": start, "end": end, "token": token or None}
-        for [records] in self._query(relay_sql.CHANGES, values, _TYPES, REQUEST_SECONDS + RESTART_SECONDS):
+        for [records] in self._query(relay_sql.CHANGES, values, REQUEST_SECONDS + RESTART_SECONDS):
             if attempt.given_up or self._stopped.is_set():
                 break
             self._hear(token)
@@ -178,11 +174,11 @@ class ChangeStream:
 
     def _hear(self, token: str) -> None:
         if token in self._heard:  # not in that of a later attempt
-            self._heard[token] = self._clock()
+            self._heard[token] = time.monotonic()
 
-    def _query(self, statement: str, values: Any, types: Any, seconds: float) -> Iterator[Any]:
+    def _query(self, statement: str, values: Mapping[str, Any], seconds: float) -> Iterator[Any]:
         with self._database.snapshot() as snapshot:
             yield from snapshot.execute_sql(
-                statement, values, types, request_options={"request_tag": "outbox-change-stream"},
+                statement, **parameters(values), request_options={"request_tag": "outbox-change-stream"},
                 retry=STREAM_RETRY, timeout=Deadline(seconds),
             )  # fmt: skip

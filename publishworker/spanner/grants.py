@@ -23,6 +23,7 @@ from publishworker.spanner.relay_sql import (
     MARK_COLUMNS,
     READ_COLUMNS,
     WORKERS_TABLE,
+    mark_row,
 )
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 
@@ -39,7 +40,6 @@ def verify_grants(database: LimitedDatabase) -> None:
     """
     limited: Any = database  # its methods carry no types
     id = str(uuid.uuid4())
-    mark = (id, COMMIT_TIMESTAMP, 1, *[None] * 6, 0)
     heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "", None)
     gone: Any = KeySet(keys=[[id]])
     small = f"AsynchronousTaskTopics, {WORKERS_TABLE} or AsynchronousTaskShards"
@@ -55,7 +55,7 @@ def verify_grants(database: LimitedDatabase) -> None:
         contextlib.suppress(NotFound),
         limited.batch(_TAG, default_retry_delay=ABORTED.first) as batch,
     ):
-        batch.update(TASKS_TABLE, MARK_COLUMNS, [mark])
+        batch.update(TASKS_TABLE, MARK_COLUMNS, [mark_row(id, 1)])
     with (
         _permission(database, "insert, update and delete", WORKERS_TABLE, HEARTBEAT_COLUMNS),
         limited.batch(_TAG, default_retry_delay=ABORTED.first) as batch,

@@ -174,9 +174,9 @@ END_COLUMNS = ("Id", "SentAt")
 WORKERS_TABLE = "AsynchronousTaskWorkers"
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
-# For `drain` and `check`, which read no rows of the table.
 _LEFT_TO_SEND = " OR ".join(range_ for state in LEFT_TO_SEND for range_ in RANGES[state])
-#: The topics with tasks that workers send without an operator, and whether the first of them in a shard have keys.
+#: For `drain` and `check`: the topics with tasks that workers send without an operator, and whether the first of them
+#: in a shard have keys. It reads only the index.
 TOPICS_TO_SEND = f"""
 SELECT of_topic, LOGICAL_OR(ordered) FROM {EACH_TOPIC}, UNNEST(ARRAY(
   SELECT OrderingKey IS NOT NULL FROM {TO_SEND} WHERE {OF_TOPIC} AND ({_LEFT_TO_SEND}) LIMIT 100)) AS ordered
@@ -264,6 +264,11 @@ def time_of(value: Any) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
 
 
+def mark_row(id: str, times: int) -> tuple[Any, ...]:
+    """Return the values of MARK_COLUMNS of a mark that clears all other columns."""
+    return id, COMMIT_TIMESTAMP, times, *[None] * 6, 0
+
+
 def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mapping[str, RowChange]) -> None:
     """Buffer the changes of locked rows in the transaction."""
     clean: list[tuple[str, int]] = []
@@ -275,7 +280,7 @@ def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mappin
             case Published() if row.clean:
                 clean.append((row.id, times_sent(row, sent=True)))
             case Published():
-                others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), *[None] * 6, 0))
+                others.append(mark_row(row.id, times_sent(row, sent=True)))
             case NotSent() as change:
                 times = change.available_at, change.due_at, None, change.expires_at
                 others.append((row.id, None, times_sent(row, sent=False), None, *times, change.error, change.attempts))

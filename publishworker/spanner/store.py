@@ -1,6 +1,7 @@
 """All reads and writes of the relay on Spanner. The SQL is in `relay_sql`."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -22,7 +23,7 @@ from publishworker.spanner.write_errors import (
     error_class,
     is_lost_session,
 )
-from publishworker.types import Candidate, KeyHeads, LockedRow, QueuedTask, RowChange, TopicKey
+from publishworker.types import Candidate, KeyHeads, LockedRow, PollRequest, QueuedTask, RowChange, TopicKey
 
 #: Seconds for a read. The emulator scans whole tables, so a read takes several seconds if the backlog is large.
 READ_SECONDS = 30.0
@@ -35,31 +36,6 @@ ABORTED_SECONDS = 20.0
 
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the changes by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PollRequest:
-    """What to read: the ready tasks of these shards and topics, and optionally more."""
-
-    #: Shard IDs, possibly of several layouts.
-    shards: tuple[int, ...]
-    topics: frozenset[str]
-    #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
-    per_range: int
-    #: Read due tasks as well.
-    due: bool = False
-    #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
-    below_priority: int | None = None
-
-    @property
-    def ranges(self) -> int:
-        """Return the number of ranges."""
-        return self.pairs * (1 + self.due + (self.below_priority is not None))
-
-    @property
-    def pairs(self) -> int:
-        """Return the number of pairs of shard and topic."""
-        return len(self.shards) * len(self.topics)
 
 
 #: A worker is live until its last heartbeat is this many seconds old. The number is also the default of the column
@@ -95,9 +71,9 @@ class Discovery:
 
 
 class SpannerStore:
-    """What the relay needs from the database. Each method raises StoreError if Spanner does not answer or refuses.
+    """Reads and writes of the relay on Spanner. Each method raises StoreError if Spanner does not answer or refuses.
 
-    Its reads are strong single-use reads at the request priority, one for each layout, and take no locks.
+    Reads outside of `claim` are strong, single-use, at the request priority, one for each layout, and take no locks.
     """
 
     def __init__(
@@ -117,6 +93,7 @@ class SpannerStore:
         """
         self._database: Any = database  # its methods carry no types
         self._heartbeat_database: Any = heartbeat_database or database
+        self._renewal = threading.Lock()  # of the databases, because several batches may lose their session at once
         self._before_read = before_read
         self._commit_delay = timedelta(seconds=commit_delay) if commit_delay else None
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
@@ -267,10 +244,10 @@ class SpannerStore:
             )
 
     @contextlib.contextmanager
-    def reading(self, at: datetime | None = None) -> Iterator[Any]:
-        """Yield a snapshot, by default a strong one. Raises StoreError for the client's errors."""
+    def reading(self) -> Iterator[Any]:
+        """Yield a strong snapshot. Raises StoreError for the client's errors."""
         self._before_read()
-        with self._store_errors(), self._database.snapshot(read_timestamp=at) as snapshot:
+        with self._store_errors(), self._database.snapshot() as snapshot:
             yield snapshot
 
     def request(self, tag: str, seconds: float) -> dict[str, Any]:
@@ -292,10 +269,11 @@ class SpannerStore:
             yield
         except (*SERVICE_ERRORS, StoreError) as error:
             cause = error.__cause__ if isinstance(error, StoreError) else error
-            if self._database is used and is_lost_session(cause):  # otherwise another thread has replaced it
-                # Spanner has deleted the session, or the database was restored. The client would keep using the old
-                # session.
-                self._database, self._heartbeat_database = used.renewed(), self._heartbeat_database.renewed()
+            with self._renewal:
+                if self._database is used and is_lost_session(cause):  # otherwise another thread has replaced it
+                    # Spanner has deleted the session, or the database was restored. The client would keep using the old
+                    # session.
+                    self._database, self._heartbeat_database = used.renewed(), self._heartbeat_database.renewed()
             if isinstance(error, StoreError):
                 raise
             raise error_class(error)(describe(error)) from error

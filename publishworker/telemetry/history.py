@@ -33,7 +33,7 @@ _COUNTS, _STATES = ("published", "failed"), ("pending", "unsent", "oldest")
 
 @dataclass(slots=True)
 class _Row:
-    """The current minute of a topic. `unsent` are its tasks in all states but sent, `oldest` is an age in seconds."""
+    """The current minute of a topic. `oldest` is an age in seconds."""
 
     published: int = 0
     failed: int = 0

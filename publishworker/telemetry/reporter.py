@@ -14,7 +14,7 @@ from publishworker.telemetry.history import LATENCY_SAMPLES, WorkerHistory
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.availability import CircuitChange
 from publishworker.types import (
-    COMMIT,
+    CLAIM,
     POLL,
     PUBLISH,
     Cancelled,
@@ -24,6 +24,7 @@ from publishworker.types import (
     NotSent,
     Published,
     TakenOut,
+    TransactionError,
     Turn,
     Unmarked,
 )
@@ -88,23 +89,30 @@ class Reporter:
         self._failures(delivered)
         self._metrics.count(m.DEFERRED, counts.deferred, topic=topic)
         self._metrics.count(m.UNCOMMITTED, counts.uncommitted, topic=topic)
-        tasks = f"{_tasks(delivered.claim.ids)} of topic {topic}"
-        if delivered.error is not None and COMMIT in delivered.phases:
-            text = f"Commit failed for {tasks}: {delivered.error}"
-            if counts.uncommitted:
-                tasks = counted(counts.uncommitted, "task")
-                text += f". {tasks} in doubt: published, and will be marked without another publish"
-            self._throttled_log.log("commit_failed", topic, text)
-        elif delivered.error is not None:
-            text = f"The rows of {tasks} were not locked, so nothing was published: {delivered.error}"
-            self._throttled_log.log("lock_failed", topic, text)
+        if delivered.error is not None:
+            self._log_error(delivered.error, counts.uncommitted)
         self._unconfirmed(topic, delivered.unconfirmed)
         self._log_cancelled(topic, delivered.cancelled)
         if change is not None:
             self.report_circuit(change)
 
+    def _log_error(self, error: TransactionError, uncommitted: int) -> None:
+        tasks, topic = f"{_tasks(error.claim.ids)} of topic {error.claim.topic}", error.claim.topic
+        if error.phase == CLAIM:
+            text = f"The rows of {tasks} were not locked, so nothing was published: {error.text}"
+            self._throttled_log.log("lock_failed", topic, text)
+            return
+        text = f"Commit failed for {tasks}: {error.text}"
+        if uncommitted:
+            in_doubt = counted(uncommitted, "task")
+            text += f". {in_doubt} in doubt: published, and will be marked without another publish"
+        self._throttled_log.log("commit_failed", topic, text)
+
     def report_later(self, report: Unmarked | Cancelled) -> None:
-        """Log what a batch reports while it marks again: tasks that it cannot mark now, or no longer tries to mark."""
+        """Count and log what a batch reports after its Delivered.
+
+        These are cancelled tasks, and tasks that it cannot mark now or has given up.
+        """
         topic = report.claim.topic
         if isinstance(report, Cancelled):
             self._count_work(Turn(cancelled=len(report.tasks)))
@@ -113,13 +121,16 @@ class Reporter:
         ids = report.claim.ids
         if not report.given_up:
             what = {"published": "published but not marked as sent", "marked": "marked as sent but not published"}
+            one = len(ids) == 1
+            rows = f"The row of task {ids[0]}" if one else f"The rows of {_tasks(ids)} ({listed(ids)})"
+            of = "The task is" if one else "The tasks are"
             self._log_failed(
                 "refused",
                 topic,
-                f"The row of task {ids[0]} of topic {topic} cannot be changed: {report.error}. The task is "
+                f"{rows} of topic {topic} cannot be changed: {report.error}. {of} "
                 f"{what.get(report.state, 'not published')}. The worker tries again after growing pauses. Repair or "
-                "delete the row",
-                task_id=ids[0],
+                f"delete {'the row' if one else 'the rows'}",
+                **_ids(ids),
             )
         elif report.state == "marked":
             self._unconfirmed(topic, ids)
@@ -225,8 +236,7 @@ class Reporter:
         ids, attempt = list(recorded), next(iter(recorded.values()))
         one, trace_ids = len(ids) == 1, {each.trace_id for each in recorded.values()} - {None}
         times = [each.available_at for each in recorded.values() if each.available_at is not None]
-        fields: dict[str, object] = {"task_id": ids[0]} if one else {"task_ids": ids}
-        fields |= {"reason": reason, "attempt": attempt.attempts}
+        fields = {**_ids(ids), "reason": reason, "attempt": attempt.attempts}
         if len(trace_ids) == 1:
             fields["trace_id"] = trace_ids.pop()
         next_step = ""
@@ -278,6 +288,10 @@ def _log_message_ids(delivered: Delivered) -> None:
 def _numbers(turn: Turn) -> Counter[str]:
     """Return the numbers of the summary, without zeros."""
     return +Counter({name: getattr(turn, name) for name in _SUMMARY})
+
+
+def _ids(ids: Sequence[str]) -> dict[str, object]:
+    return {"task_id": ids[0]} if len(ids) == 1 else {"task_ids": ids}
 
 
 def _tasks(ids: Sequence[str]) -> str:

@@ -21,11 +21,11 @@ from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.types import Candidate, Claim, Delivered, Failed, Kind
 
-#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
-#: must apply an operator's change within 10 s.
+#: Max seconds between two reads of the topic controls while a topic is paused, waits for its rate limit, or has an open
+#: circuit. Workers must apply an operator's change within 10 s.
 CONTROLS_SECONDS = 8.0
-#: Seconds after which a topic without tasks is forgotten: its open circuit is closed, it is not polled, and a gauge of
-#: it that has become 0 is not sent any more. Until then it is sent, because a graph keeps the last value.
+#: Seconds after which a topic without tasks is forgotten: its open circuit is closed, and a gauge of it that has become
+#: 0 is not sent any more. Until then it is sent, because a graph keeps the last value.
 FORGET_TOPIC_SECONDS = 600.0
 
 
@@ -47,7 +47,7 @@ class Topics:
 
     def __init__(self, host: Host) -> None:
         self._circuits = CircuitBreakers(host.random, host.clock)
-        self._limits = RateLimits(host.clock)
+        self._rate_limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
         self._controls: Mapping[str, TopicControls] = {}
         #: The paused topics, and those with an invalid route.
@@ -63,7 +63,7 @@ class Topics:
         for topic in sorted(before.keys() | valid.keys()):
             self._change(topic, before.get(topic, NO_CONTROLS), valid.get(topic, NO_CONTROLS))
         self.paused = frozenset(topic for topic, each in valid.items() if each.paused)
-        self._limits.apply(valid, workers)
+        self._rate_limits.apply(valid, workers)
         self._circuits.forget_old()
         self._in_flight = +self._in_flight  # without topics that have none
 
@@ -84,7 +84,7 @@ class Topics:
     @property
     def unavailable(self) -> frozenset[str]:
         """Return the topics that a poll does not read: paused, circuit open, or at a limit."""
-        allowed = self._limits.allowances(self._in_flight)
+        allowed = self._rate_limits.allowances(self._in_flight)
         return self.paused | self._circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
     def admit(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], dict[str, int]]:
@@ -93,7 +93,7 @@ class Topics:
         A half-open circuit lets a probe pass.
         """
         candidates, probes = self._circuits.admit(candidates)
-        allowed = self._limits.allowances(self._in_flight)
+        allowed = self._rate_limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return candidates, allowed
 
@@ -107,17 +107,17 @@ class Topics:
             return self._with_controls(claim)
         if claim.topic in self.paused:
             return None
-        self._limits.use(claim.topic, len(claim.tasks))
+        self._rate_limits.use(claim.topic, len(claim.tasks))
         self._in_flight[claim.topic] += len(claim.tasks)
         return self._circuits.begin_batch(self._with_controls(claim))
 
     def observe(self, delivered: Delivered) -> "CircuitChange | None":
-        """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
+        """Update the topic from a reported batch. Return a change of its circuit, or a failed probe."""
         claim = delivered.claim
         if claim.kind is Kind.DEFER:
             return None
         self._in_flight[claim.topic] -= len(claim.tasks)
-        self._limits.use(claim.topic, len(delivered.answers) - len(claim.tasks))  # returns tokens of untried tasks
+        self._rate_limits.use(claim.topic, len(delivered.answers) - len(claim.tasks))  # returns tokens of untried tasks
         if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
@@ -137,12 +137,13 @@ class Topics:
     @property
     def seconds_to_change(self) -> float:
         """Return the seconds until a topic may be tried again, or until the controls must be read again."""
-        waits = [self._circuits.seconds_to_probe(), self._limits.seconds_to_next()]
+        waits = [self._circuits.seconds_to_probe(), self._rate_limits.seconds_to_next()]
         found = min((seconds for seconds in waits if seconds is not None), default=inf)
         return min(found, CONTROLS_SECONDS) if self.paused or found < inf else inf
 
 
-#: The parts of a row. An invalid one is ignored, and logged. Each: the action of the log, the fields, the sentence.
+#: The parts of a row that are checked together, each with the action of the log line, its fields and the sentence. An
+#: invalid part is ignored and logged.
 _PARTS = (
     ("limits", LIMITS, "The limits of topic {} are ignored"),
     ("policy", POLICY, "The retry policy of topic {} is ignored"),
@@ -272,7 +273,7 @@ class CircuitBreakers:
         return topic not in self._circuits
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:
-        """Update the circuit from a finished batch. Return a change if it opened or closed, or if a probe failed."""
+        """Update the circuit from a reported batch. Return a change if it opened or closed, or if a probe failed."""
         topic, probe, now = delivered.claim.topic, delivered.claim.probe, self._clock()
         circuit, published, failed = self._circuits.get(topic), delivered.published(), delivered.failed()
         kinds = {id: failure_kind(failure.reason) for id, failure in failed.items()}

@@ -14,9 +14,8 @@ from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Cancelled, Claim, Delivered, Kind, TopicKey, Unmarked
 
-#: A worker has two stall detectors: the file of its liveness probe reveals a loop that hangs. This limit reveals a
-#: batch that hangs, and needs no probe. A batch that has begun no transaction for this many seconds is stuck. A
-#: transaction, and the pause before the next one, take less.
+#: A batch that has begun no transaction for this many seconds is stuck. A transaction, and the pause before the next
+#: one, take less. The liveness probe and the watchdog of `process.app` notice turns that hang, but not a single batch.
 STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
@@ -44,6 +43,11 @@ class Limits:
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
 
+    @property
+    def max_tasks(self) -> int:
+        """Return the max number of tasks in flight."""
+        return self.places * self.batch_size
+
 
 class StuckBatch(Exception):
     """Some batches do not end. Their threads cannot be stopped, but their process can."""
@@ -57,7 +61,7 @@ class StuckBatch(Exception):
         )
 
 
-#: The selection makes claims of the kind PUBLISH, and the ordering those of the kind DEFER. A claim of the kind
+#: The selection creates claims of the kind PUBLISH, and the ordering those of the kind DEFER. A claim of the kind
 #: MARK_FIRST is for the at-most-once tasks that a batch has skipped.
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
 
@@ -84,8 +88,7 @@ class InFlight:
 
     A batch reports what became of its tasks. A batch is in flight until its tasks are marked or given up. While it
     marks again, it keeps its place. If all commits fail, the worker soon has no free place, and publishes nothing new.
-    If none of the remaining rows of a batch can be written although other rows can, the batch is aside and needs no
-    place.
+    If Spanner refuses all remaining rows of a batch while other batches commit, the batch is aside and needs no place.
     """
 
     def __init__(self, tools: Tools, limits: Limits, reporter: Reporter) -> None:
@@ -140,9 +143,14 @@ class InFlight:
         """Return the bytes of the messages of batches that have not reported."""
         return sum(claim.bytes for claim in self.unreported)
 
-    def deferring(self) -> int:
-        """Return the number of batches that only defer tasks."""
-        return sum(claim.kind is Kind.DEFER for claim in self.unreported)
+    def free_to_defer(self, *, nothing_else: bool) -> int:
+        """Return the number of batches that may start to defer tasks.
+
+        They get at most a quarter of the places, or half if there is `nothing_else` to start.
+        """
+        places = max(1, self.limits.places // 2) if nothing_else else self.limits.places // 4
+        deferring = sum(claim.kind is Kind.DEFER for claim in self.unreported)
+        return max(0, min(self.free, places - deferring))
 
     def busy_keys(self) -> frozenset[TopicKey]:
         """Return the keys that no other batch may claim now. A deferring batch that marks again holds no key."""

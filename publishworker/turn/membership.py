@@ -31,8 +31,8 @@ HEARTBEAT_INTERVAL_SECONDS = 7.5
 #: The same while the worker has nothing to send and waits for the change stream. Otherwise idle workers would send
 #: twice as many requests (docs/benchmarks.md).
 IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
-#: The liveness timeout that an idle worker's heartbeat sets: 21 s to the next heartbeat, 5 s until it times out, 2 s
-#: until the next attempt, and 1 s for it.
+#: The liveness timeout that an idle worker's heartbeat sets: 21 s to the next heartbeat, 5 s until that times out, and
+#: 3 s for a second attempt, which follows at once.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Workers that read the change stream. A partition may have 20 readers (https://docs.cloud.google.com/spanner/quotas).
 #: Half of that, so that two groups of workers may overlap for a while, as in a deployment.

@@ -4,16 +4,17 @@ A range is the ready or the due tasks of one topic in one shard.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from publishworker.host import Host
-from publishworker.spanner.store import Discovery, PollRequest, SpannerStore
+from publishworker.spanner.store import Discovery, SpannerStore
 from publishworker.spanner.write_errors import TimedOut
 from publishworker.topics.availability import FORGET_TOPIC_SECONDS, Topics
+from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
-from publishworker.types import Candidate
+from publishworker.types import Candidate, PollRequest
 
 #: Max rows of a poll. It is also the max number of ranges, because a poll asks for at least one row of each. A row
 #: takes 2.8 kB of memory.
@@ -33,25 +34,28 @@ class Poller:
     """Reads ready tasks at each poll, and due tasks while there may be some."""
 
     def __init__(
-        self, store: SpannerStore, membership: Membership, topics: Topics, host: Host, target_rows: int
+        self, store: SpannerStore, membership: Membership, topics: Topics, in_flight: InFlight, host: Host
     ) -> None:
-        """A poll aims at `target_rows` rows."""
+        """A poll aims at as many rows as tasks can be in flight."""
         self._store = store
         self._membership = membership
         self._topics = topics
+        self._in_flight = in_flight
         self._host = host
         self.known = KnownTopics(host.clock)
         #: Limits the ranges of one read of the index AsynchronousTasksToSend: a poll, a discovery, or a search for the
         #: next due task.
         self.read_size = ReadSize(MAX_POLL_ROWS)
-        self._poll_size = PollSize(target_rows, len(membership.shards))
+        self._poll_size = PollSize(in_flight.limits.max_tasks, len(membership.shards))
 
-    def poll(self, room: int, in_flight: Collection[str] = (), below_priority: int | None = None) -> Polled:
-        """Return candidates, except those of unavailable topics and the tasks `in_flight`. Raises StoreError.
+    def poll(self, below_priority: int | None = None) -> Polled:
+        """Return candidates, except those of unavailable topics and the tasks in flight. Raises StoreError.
 
-        `room` is the number of tasks that may start now. The poll reads nothing if it is 0. With `below_priority`, it
-        reads the ready ranges a second time, for lower priorities, because more urgent tasks may fill the first read.
+        The poll reads nothing if no task may start now. With `below_priority`, it reads the ready ranges a second time,
+        for lower priorities, because more urgent tasks may fill the first read.
         """
+        # Leave out tasks also if their batches end during the poll: it may have read them before their marks.
+        room, in_flight = self._in_flight.room, self._in_flight.ids()
         if not room:
             return Polled()
         began, unavailable = self._host.clock(), self._topics.unavailable
@@ -155,29 +159,29 @@ class KnownTopics:
         #: a due task, and as long as polls find some.
         self.may_be_due = True
         self._clock = clock
-        self._topics: dict[str, _Topic] = {}
+        self._by_name: dict[str, _Topic] = {}
 
     @property
     def polled(self) -> frozenset[str]:
         """Return the topics that a poll reads."""
-        return frozenset(name for name, topic in self._topics.items() if topic.polled)
+        return frozenset(name for name, topic in self._by_name.items() if topic.polled)
 
     @property
     def recent(self) -> frozenset[str]:
         """Return the topics that have, or recently had, unsent tasks."""
-        return frozenset(self._topics)
+        return frozenset(self._by_name)
 
     def note_candidates(self, topics: Iterable[str]) -> None:
         """Note the topics of the candidates of a poll."""
-        self._topics |= {name: _Topic(self._clock()) for name in topics}
+        self._by_name |= {name: _Topic(self._clock()) for name in topics}
 
     def note_discovered(self, names: Iterable[str]) -> None:
         """Note topics that a discovery has found: they have unsent tasks."""
         self.may_be_due = True
         for name in names:
-            known = self._topics.get(name)
+            known = self._by_name.get(name)
             seconds = KEEP_POLLING_SECONDS if known is None else 2 * known.keep_polling_seconds
-            self._topics[name] = _Topic(self._clock(), min(seconds, FORGET_TOPIC_SECONDS))
+            self._by_name[name] = _Topic(self._clock(), min(seconds, FORGET_TOPIC_SECONDS))
 
     def forget_old(self, unavailable: Iterable[str]) -> None:
         """Stop polling topics that have been without candidates for long.
@@ -186,12 +190,12 @@ class KnownTopics:
         """
         now = self._clock()
         for name in unavailable:
-            if name in self._topics:
-                self._topics[name].seen_at = now
-        for topic in self._topics.values():
+            if name in self._by_name:
+                self._by_name[name].seen_at = now
+        for topic in self._by_name.values():
             topic.polled = now - topic.seen_at <= topic.keep_polling_seconds
         oldest = now - FORGET_TOPIC_SECONDS
-        self._topics = {name: topic for name, topic in self._topics.items() if topic.seen_at > oldest}
+        self._by_name = {name: topic for name, topic in self._by_name.items() if topic.seen_at > oldest}
 
 
 class ReadSize:
@@ -262,8 +266,8 @@ class Discoverer:
         """Note that a task was inserted, perhaps one of an unknown topic."""
         self._insert_reported = True
 
-    def discover_if_due(self, *, idle: bool) -> bool:
-        """Discover every `seconds`, after a change of the worker's shards, and after an insert if the worker is `idle`.
+    def discover_if_due(self, *, nothing_in_flight: bool) -> bool:
+        """Discover every `seconds`, after a change of the worker's shards, and after an insert if nothing is in flight.
 
         If the last discovery failed, read the controls first, because a reshard may have dropped an index that it
         reads. Return whether the next turn must discover again.
@@ -271,7 +275,7 @@ class Discoverer:
         if self._failed:
             self._read_at = float("-inf")
             self.read_controls_if_old()
-        is_time = self._clock() - self._discovered_at >= self._seconds or (self._insert_reported and idle)
+        is_time = self._clock() - self._discovered_at >= self._seconds or (self._insert_reported and nothing_in_flight)
         if not is_time and self._membership.shards == self._discovered_shards:
             return False
         # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
@@ -289,8 +293,8 @@ class Discoverer:
     def _discover(self) -> bool:
         """Discover. Return whether it has found topics, or other shards for this worker.
 
-        The next discovery then follows at once, because one read finds at most one new topic between two neighboring
-        known names.
+        The next discovery then follows at once, because one read finds, in each shard, at most one new topic between
+        two neighboring known names.
         """
         shards, known, began = self._membership.shards, self._known.polled, self._clock()
         part = self._poller.shards_for(self._read_size.limit // (len(known) + 1))

@@ -15,7 +15,7 @@ from publishworker.types import Claim, Delivered, Next, Turn
 
 
 class Relay:
-    """Moves tasks from a store to their topics. Not thread-safe: one turn at a time."""
+    """Moves tasks from a store to their topics. One thread runs its turns. Any thread may call `wake` and `stop`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Relay:
         self._woken = host.threads.event()
         self.topics = Topics(host)
         self.in_flight = InFlight(tools, limits, reporter)
-        self._poller = Poller(store, membership, self.topics, host, limits.places * limits.batch_size)
+        self._poller = Poller(store, membership, self.topics, self.in_flight, host)
         self.discoverer = Discoverer(
             store, membership, self.topics, self._poller, host.clock, seconds=discovery_seconds
         )
@@ -52,10 +52,8 @@ class Relay:
         earlier = self.in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
         # Read live workers, controls and new topics.
-        poll_again |= self.discoverer.discover_if_due(idle=not self.in_flight)
-        # Leave out the tasks in flight, even if their batches end during the poll: it may have read them before their
-        # marks.
-        polled = self._poller.poll(self.in_flight.room, self.in_flight.ids(), self._selector.below_priority)
+        poll_again |= self.discoverer.discover_if_due(nothing_in_flight=not self.in_flight)
+        polled = self._poller.poll(self._selector.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self.in_flight.busy_keys())
         batches, should_wait = ((), False) if stopping() else self._selector.select(resolved)
@@ -65,7 +63,7 @@ class Relay:
         return self._end_turn(polled, earlier + later, should_wait=should_wait, poll_again=poll_again)
 
     def find_next_due(self) -> float | None:
-        """Return the seconds until the next task is due, or None if there is none. Raises StoreError."""
+        """See `Poller.find_next_due`."""
         return self._poller.find_next_due()
 
     def pause(self, seconds: float) -> bool:
@@ -101,7 +99,8 @@ class Relay:
     def _handle_reports(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
         """Pass the reports to the topics and the reporter.
 
-        Start batches for the at-most-once tasks that the reported batches have skipped.
+        Start batches for the at-most-once tasks that the reported batches have skipped, because polls do not read
+        AtMostOnce. Tasks that get no place now are polled again.
 
         Return whether the next poll may find more tasks.
         """
@@ -111,7 +110,8 @@ class Relay:
             self._reporter.report_batch(each, change)
             poll_again |= change is not None or each.has_written()
         if not stopping():
-            self._start(self._selector.at_most_once_batches(delivered))
+            claims = [claim for each in delivered if (claim := self.topics.admit_at_most_once(each)) is not None]
+            self._start(claims[: self.in_flight.free])
         return poll_again
 
     def _start(self, batches: Sequence[Claim]) -> None:

@@ -1,9 +1,9 @@
 """Choose which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks.
 
 Priorities are compared over all topics. Candidates of the same priority, topic and shard that are all ready, or all
-due, form a slice. Slices of equal priority are shuffled, so that workers that read the same backlog rarely choose the
-same tasks, and ready tasks do not wait for all due ones, nor due tasks for all ready ones. A batch holds one topic. It
-is filled from several slices, because a small batch takes as many requests as a full one. The sendable prefix of an
+due, form a slice, so neither the ready nor the due tasks wait until all of the others are sent. Slices of equal
+priority are shuffled, so that workers that read the same backlog rarely choose the same tasks. A batch holds one topic.
+It is filled from several slices, because a small batch takes as many requests as a full one. The sendable prefix of an
 ordering key is not split, unless a limit of its topic allows only a part.
 """
 
@@ -15,7 +15,7 @@ from random import Random
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import MAX_IN_FLIGHT_BYTES, InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.types import Candidate, Claim, ClaimedTask, Delivered
+from publishworker.types import Candidate, Claim, ClaimedTask
 
 
 class FairShare:
@@ -43,7 +43,10 @@ class FairShare:
         return self._highest if self._last_chosen is None else self._last_chosen
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the tasks of the priority that is next, or none if nothing is owed."""
+        """Return the tasks of the priority that is next, or none if nothing is owed.
+
+        If no candidate is below the last chosen priority, the share is kept for the next turn.
+        """
         below_priority = self.below_priority
         if below_priority is None:
             return []
@@ -60,8 +63,7 @@ class FairShare:
         """Count the `batches` that start, `given` of them for lower priorities.
 
         `highest` is the highest priority of all candidates. The owed batches have a max, because they would grow for as
-        long as no task of lower priority waits. If a poll finds no task below the last chosen priority, the share is
-        kept for the next turn.
+        long as no task of lower priority waits.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -83,25 +85,15 @@ class Selector:
         """See FairShare."""
         return self._fair_share.below_priority
 
-    def at_most_once_batches(self, delivered: Sequence[Delivered]) -> list[Claim]:
-        """Return batches for the at-most-once tasks that reported batches have skipped.
-
-        Only a claim finds such tasks, because the poll does not read AtMostOnce. Tasks that get no place now are polled
-        again.
-        """
-        claims = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
-        return claims[: self._in_flight.free]
-
     def select(self, resolved: ResolvedKeys) -> tuple[Sequence[Claim], bool]:
         """Return the batches to start, and whether the turn should wait for a report, because more may then start.
 
-        Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
-        deferrals, each poll would return the same blocked tasks.
+        Some batches only defer blocked tasks. Without them, each poll would return the same blocked tasks.
         """
         in_flight = self._in_flight
         if not in_flight.room:
             return (), True
-        deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
+        deferrals = list(resolved.deferrals[: in_flight.free_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates)
         lower = self._fair_share.choose(candidates)
         for_lower = self._batches(lower, deferrals, allowed)[: self._fair_share.owed_batches]
@@ -116,10 +108,6 @@ class Selector:
         given = sum(any(claim is each for each in claims) for claim in for_lower)
         self._fair_share.count(len(claims), given, max((each.priority for each in candidates), default=None))
         return deferrals + claims, bool(deferrals or batches or resolved.left_out)
-
-    def _places_to_defer(self, *, nothing_else: bool) -> int:
-        places = max(1, self._limits.places // 2) if nothing_else else self._limits.places // 4
-        return max(0, min(self._in_flight.free, places - self._in_flight.deferring()))
 
     def _batches(
         self, candidates: Sequence[Candidate], chosen: Sequence[Claim], allowed: Mapping[str, int]

@@ -21,7 +21,6 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import publisher
 from publishworker.pubsub.publisher import Lane
 from publishworker.spanner import relay_sql
-from publishworker.spanner.store import PollRequest
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics import availability
 from publishworker.topics.availability import CircuitBreakers, Topics
@@ -31,7 +30,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import KEEP_POLLING_SECONDS, Poller
 from publishworker.turn.worker import Worker
-from publishworker.types import Deferred, LockedRow, NotSent, Published, Skipped, Version
+from publishworker.types import Deferred, LockedRow, NotSent, PollRequest, Published, Skipped, Version
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -245,7 +244,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "urgent tasks go first": (selection, "_most_urgent_first", lambda _: lambda candidates, _random: candidates),
     "lower priorities have a share": (selection.FairShare, "count", always(None)),
     "a poll reads lower priorities when owed": (
-        Poller, "poll", lambda real: lambda self, room, in_flight, _below_priority: real(self, room, in_flight)
+        Poller, "poll", lambda real: lambda self, _below_priority: real(self)
     ),
     "the size of a poll follows the backlog": (poller.PollSize, "adapt", always(None)),
     "a task that is retried keeps its age": (

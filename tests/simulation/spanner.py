@@ -17,9 +17,9 @@ from outbox.table.ddl import Layout
 from outbox.table.shared_sql import EXCLUSIVE
 from publishworker.spanner import relay_sql
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide, Discovery, PollRequest
+from publishworker.spanner.store import Decide, Discovery
 from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut
-from publishworker.types import Candidate, KeyHeads, RowChange, TopicKey
+from publishworker.types import Candidate, KeyHeads, PollRequest, RowChange, TopicKey
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.simulation.table import Table

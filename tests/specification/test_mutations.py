@@ -67,7 +67,7 @@ ROWS = "outbox_pipeline/rows/register_rows.py"
 CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("OUT-LOSS-1", BUSINESS): [
         (
-            REGISTRATION, "    transactions.insert(transaction, TASKS_TABLE, columns, [row])\n",
+            REGISTRATION, "    transactions.insert(transaction, TASKS_TABLE, columns, [row], keys=[row[:1]])\n",
             "    with transaction._session._database.batch() as own: own.insert(TASKS_TABLE, columns, [row])\n",
         ),
         (REGISTRATION, "        COMMIT_TIMESTAMP,\n", "        datetime.now().astimezone(),\n"),

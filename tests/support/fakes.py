@@ -21,7 +21,7 @@ from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER, first_due, is_dead
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.relay_sql import times_sent
-from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, PollRequest, Workers
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, Workers
 from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefused
 from publishworker.types import (
     Candidate,
@@ -31,6 +31,7 @@ from publishworker.types import (
     KeyHeads,
     LockedRow,
     NotSent,
+    PollRequest,
     Published,
     QueuedTask,
     RowChange,

@@ -20,7 +20,6 @@ from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Event, Host, Thread, Threads
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.spanner.store import PollRequest
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -28,7 +27,7 @@ from publishworker.topics.availability import CircuitState
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import Answer, Claim, ClaimedTask, Kind, LockedRow, Turn
+from publishworker.types import Answer, Claim, ClaimedTask, Kind, LockedRow, PollRequest, Turn
 from tests.specification.trace import Trace
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 

@@ -62,7 +62,7 @@ def tasks(ids: str, topic: str = "orders", *, ago: timedelta = timedelta(0), **c
         created, rows = now - ago if ago else COMMIT_TIMESTAMP, []
         for name in names:
             message = b'{"order": "%s", "cents": 1999}' % name.encode()
-            data, _ = build(message, attributes={"kind": "placed"}, task_id=name, topic=topic, ordering_key="")
+            data, _ = build(message, attributes={"kind": "placed"}, task_id=name, ordering_key="")
             rows.append(row(name, Topic=topic, Data=data, CreatedAt=created, **columns | times))
         insert(place.database, rows)
 

@@ -45,7 +45,8 @@ class Scripted:
     def snapshot(self) -> Iterator["Scripted"]:
         yield self
 
-    def execute_sql(self, statement: str, values: Any, *_: Any, **_options: Any) -> Iterator[Any]:
+    def execute_sql(self, statement: str, *, params: Any, **_options: Any) -> Iterator[Any]:
+        values = params
         if "READ_" not in statement:
             self.now += timedelta(seconds=1)
             yield [self.now]

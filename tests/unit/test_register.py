@@ -155,15 +155,10 @@ def test_the_limits_themselves_are_allowed(topic: str, attributes: Any, options:
     assert len(registered(topic, b"", attributes, **options)["message"].attributes) == count
 
 
-@pytest.mark.parametrize(
-    ("topic", "name"),
-    [
-        ("orders", f"projects/{'p' * 30}/topics/{'t' * 255}"),
-        ("projects/p23/topics/orders", "projects/p23/topics/orders"),
-    ],
-)
-def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str, name: str) -> None:
-    """The size is that of the publish request: a topic ID counts as the longest full name, a full name as itself."""
+@pytest.mark.parametrize("topic", ["orders", "projects/p23/topics/orders"])
+def test_the_largest_message_makes_a_request_of_ten_million_bytes(topic: str) -> None:
+    """The size is that of a publish request to a topic with the longest name: an operator may route it there."""
+    name = f"projects/example.com:{'p' * 88}/topics/{'t' * 255}"
 
     def request(size: int) -> int:
         message = registered(topic, bytes(size), task_id="x")["message"]

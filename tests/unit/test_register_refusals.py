@@ -94,7 +94,10 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         (7, "topic is int. It must be a str"),
     ],
     "message": [
-        (bytes(10_000_000), "the publish request of the message has 10,000,377 bytes; at most 10,000,000"),
+        (
+            bytes(10_000_000),
+            "the publish request of the message has 10,000,447 bytes; at most 10,000,000",
+        ),
         (RELEASED, "message is a memoryview that cannot be read: operation forbidden on released memoryview object"),
     ],
     "attributes": [

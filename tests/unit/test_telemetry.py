@@ -38,6 +38,7 @@ from publishworker.types import (
     NotSent,
     Published,
     Skipped,
+    TransactionError,
     Turn,
     Unmarked,
 )
@@ -274,10 +275,9 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
         ({}, ""),
         ({"a": Published("1")}, ". 1 task in doubt: published, and will be marked without another publish"),
     ):
-        unmarked, phases = frozenset(tried), {"commit": 1.0}
-        watch.reporter.report_batch(
-            Delivered(claim_of("orders", "a", "b"), answers=tried, error="ABORTED", unmarked=unmarked, phases=phases)
-        )
+        claim = claim_of("orders", "a", "b")
+        error = TransactionError(claim, COMMIT, "ABORTED")
+        watch.reporter.report_batch(Delivered(claim, answers=tried, error=error, unmarked=frozenset(tried)))
         watch.seconds += 60
         assert watch.caplog.messages[-1] == f"Commit failed for 2 tasks of topic orders: ABORTED{effect}"
     assert watch.actions() == ["commit_failed"] * 2
@@ -285,7 +285,9 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
 
 
 def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
-    watch.reporter.report_batch(Delivered(claim_of("orders", "a"), error="no answer in time", phases={"claim": 10.0}))
+    """Also beside a part of the batch whose commit has ended."""
+    error = TransactionError(claim_of("orders", "a"), CLAIM, "no answer in time")
+    watch.reporter.report_batch(Delivered(claim_of("orders", "a", "b"), error=error, phases={COMMIT: 1.0}))
     [line] = watch.caplog.messages
     assert line == "The rows of 1 task of topic orders were not locked, so nothing was published: no answer in time"
     assert watch.actions() == ["lock_failed"]
