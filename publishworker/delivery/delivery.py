@@ -29,7 +29,6 @@ from publishworker.types import (
     Delivered,
     Failed,
     LockedRow,
-    MarkState,
     NotSent,
     Published,
     RowChange,
@@ -88,9 +87,9 @@ class Delivery:
         return frozenset(() if self._is_committed else self.claim.ids)
 
     @property
-    def needs_place(self) -> bool:
-        """Tell whether the batch takes a place: false while it is aside (see `turn.in_flight.InFlight`)."""
-        return self._mark_retry is None or not self._mark_retry.aside
+    def aside(self) -> bool:
+        """Tell whether the batch is aside (see `turn.in_flight.InFlight`)."""
+        return self._mark_retry is not None and self._mark_retry.aside
 
     @property
     def transactions(self) -> int:
@@ -135,10 +134,6 @@ class Delivery:
         """Write the marks of a part of the claim. Return its published tasks that were taken out. Raises StoreError."""
         self._change_rows(claim, lambda rows, _now: self._results.remaining_changes(claim.locks, rows))
         return self._results.taken_out(claim.ids)
-
-    def state_of(self, id: str) -> MarkState:
-        """Return what has happened to a task whose mark is not written."""
-        return "published" if isinstance(self._results.answers.get(id), Published) else "unpublished"
 
     def _change_rows(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write what `decide` returns, and return the commit timestamp. Raises StoreError.
@@ -185,7 +180,7 @@ class Delivery:
         """
         self._results.begin_attempt(claim.locks, rows)
         eligible, skipped = rules.eligible(claim, rows, now, self._results.published(), self._policy)
-        self._results.record(skipped)
+        self._results.note(skipped)
         return eligible
 
     def _publish(self, rows: Sequence[LockedRow]) -> None:
@@ -200,7 +195,7 @@ class Delivery:
     def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Return what to write because of the answers, and keep it in the results."""
         changes = rules.row_changes(self.claim, rows, self._results.answers, now, self._policy)
-        self._results.record(changes)
+        self._results.note(changes)
         return changes
 
     def _begin_marking(self, error: StoreError) -> None:
@@ -211,7 +206,8 @@ class Delivery:
         # other error the commit may have succeeded, so drop those of all claimed tasks.
         releases = [task.id for task in self.claim.releases]
         self._results.forget_unwritten(releases if isinstance(error, WriteRefused) else self.claim.locks)
-        self._mark_retry = MarkRetry(self, [self.claim.part(self._results.to_write())], self._tools.marking)
+        parts, published = [self.claim.part(self._results.to_write())], self._results.published()
+        self._mark_retry = MarkRetry(self, parts, self._tools.marking, state="published", of=published)
 
     def _delivered(self) -> Delivered:
         results, unmarked = self._results, self.unmarked
@@ -279,8 +275,8 @@ class Results:
                 stopped.add(row.ordering_key)
         return found
 
-    def record(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
-        """Record decisions. A task that is marked as sent needs none, because it has an answer."""
+    def note(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
+        """Note decisions. A task that is marked as sent needs none, because it has an answer."""
         kinds = (Skipped, NotSent, Deferred)
         self._decided |= {id: each for id, each in decisions.items() if isinstance(each, kinds)}
 

@@ -18,7 +18,6 @@ from publishworker.types import (
     Delivered,
     Failed,
     LockedRow,
-    MarkState,
     NotSent,
     Published,
     RowChange,
@@ -78,10 +77,6 @@ class MarkFirst(Delivery):
             self._change_rows(claim, lambda rows, now: self._undo_marks(claim, rows, now))
         return {}
 
-    def state_of(self, id: str) -> MarkState:
-        """Return what has happened to a task whose mark is not undone."""
-        return "marked" if id in self._marked else "unpublished"
-
     def _send(self, part: Claim) -> None:
         marked: dict[str, LockedRow] = {}
 
@@ -119,7 +114,7 @@ class MarkFirst(Delivery):
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
         parts = (self.claim.part(to_undo), *self._held)
-        self._mark_retry = MarkRetry(self, parts, self._tools.marking, self._held)
+        self._mark_retry = MarkRetry(self, parts, self._tools.marking, state="marked", of=to_undo, refused=self._held)
         self._mark_retry.try_once()
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
@@ -131,7 +126,7 @@ class MarkFirst(Delivery):
         ]
         recorded = {id: change for id, change in self._row_changes(before, now).items() if isinstance(change, NotSent)}
         self._results.forget_unwritten(claim.locks)
-        self._results.record(recorded)
+        self._results.note(recorded)
         changes: dict[str, RowChange] = {
             row.id: recorded.get(row.id) or _restored(row, self._results.answers.get(row.id)) for row in before
         }
@@ -166,5 +161,5 @@ class Deferral(Delivery):
                 for row, deferral in pairs
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
-        self._results.record(deferred)
+        self._results.note(deferred)
         return {**deferred}

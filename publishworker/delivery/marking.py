@@ -1,7 +1,7 @@
 """Write the marks of a batch again after its commit failed, without publishing again."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -70,9 +70,6 @@ class Marked(Protocol):
     def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
         """Write the marks of a part in one transaction that publishes nothing. Raises StoreError."""
 
-    def state_of(self, id: str) -> MarkState:
-        """Return whether the task is published, marked or neither."""
-
 
 class MarkRetry:
     """Writes the marks of a batch again. It divides what is refused, or fails while others commit, into single rows."""
@@ -82,10 +79,17 @@ class MarkRetry:
         batch: Marked,
         parts: Sequence[Claim],
         marking: SharedMarking,
+        *,
+        state: MarkState,
+        of: Collection[str],
         refused: Mapping[Claim, StoreError] = MappingProxyType({}),
     ) -> None:
-        """Write these parts. `refused` has those that Spanner has refused already, with the errors."""
+        """Write these parts. `refused` has those that Spanner has refused already, with the errors.
+
+        The tasks `of` this `state` are published or marked, and the others are neither.
+        """
         self._batch = batch
+        self._states = dict.fromkeys(of, state)
         self._marking = marking
         #: Whether Spanner refuses all remaining parts while other batches commit. The cause is then in these rows, so
         #: the batch takes no place (see InFlight).
@@ -176,5 +180,5 @@ class MarkRetry:
         """Return an Unmarked for each state of the tasks of a part."""
         ids: dict[MarkState, list[str]] = {}
         for id in part.ids:
-            ids.setdefault(self._batch.state_of(id), []).append(id)
+            ids.setdefault(self._states.get(id, "unpublished"), []).append(id)
         return [Unmarked(part.part(of_state), str(error), state, given_up) for state, of_state in ids.items()]

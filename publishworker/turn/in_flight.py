@@ -136,7 +136,7 @@ class InFlight:
 
     def places_by_topic(self) -> Counter[str]:
         """Return, by topic, the number of places that are taken."""
-        aside = [entry for entry in self._running if not entry.delivery.needs_place][:MAX_ASIDE]
+        aside = [entry for entry in self._running if entry.delivery.aside][:MAX_ASIDE]
         return Counter(entry.delivery.claim.topic for entry in self._running if entry not in aside)
 
     def bytes_in_flight(self) -> int:
