@@ -19,7 +19,7 @@ variable "database" {
 }
 
 variable "service" {
-  description = "The name of the release: of the worker's Kubernetes service account, and its service in Datadog. Each release of a project has its own."
+  description = "The name of the release, which is the worker's Kubernetes service account. Each release of a project has its own."
   type        = string
   default     = "publishworker"
 }
@@ -91,7 +91,7 @@ variable "pipeline_namespace" {
 }
 
 variable "pipeline_account" {
-  description = "The Kubernetes service account of the Spark jobs, and their service in Datadog."
+  description = "The Kubernetes service account of the Spark jobs."
   type        = string
   default     = "outbox-pipeline"
 }
@@ -163,16 +163,4 @@ variable "kms_key_name" {
   description = "The Cloud KMS key of the topics, or null. Pub/Sub's service agent must be allowed to use it."
   type        = string
   default     = null
-}
-
-variable "env" {
-  description = "The environment in Datadog, or null for no dashboard, monitors and objective."
-  type        = string
-  default     = null
-}
-
-variable "docs_url" {
-  description = "Where your team reads the folder docs; the monitors link to the runbook there."
-  type        = string
-  default     = "https://github.com/my-org/outbox/blob/main/docs"
 }

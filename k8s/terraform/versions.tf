@@ -1,7 +1,6 @@
 terraform {
   required_version = ">= 1.5"
   required_providers {
-    google  = { source = "hashicorp/google", version = ">= 6.0, < 8.0" }
-    datadog = { source = "DataDog/datadog", version = ">= 3.40, < 4.0" }
+    google = { source = "hashicorp/google", version = ">= 6.0, < 8.0" }
   }
 }

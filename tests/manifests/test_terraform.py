@@ -19,7 +19,7 @@ from tests.manifests.rendering import K8S, ROOT
 MODULE = K8S / "terraform"
 #: terraform_schema.json names its source.
 SCHEMA: dict[str, Any] = json.loads((ROOT / "tests/manifests/terraform_schema.json").read_text(encoding="utf-8"))
-MODULES = {"terraform": MODULE, "cloud-run": MODULE / "cloud-run"}
+MODULES = {"terraform": MODULE, "cloud-run": MODULE / "cloud-run", "datadog": MODULE / "datadog"}
 FILES = {
     f"{name}/{file.name}": file.read_text(encoding="utf-8")
     for name, folder in MODULES.items()
@@ -140,12 +140,12 @@ def test_each_database_role_exists() -> None:
     assert {"publishworker", "outbox_application", "outbox_operator", "outbox_viewer"} <= named
 
 
-def planned(folder: Path, outputs: str, *, locals_of: str, stand_ins: str = "", **values: Any) -> dict[str, Any]:
-    """Return the outputs that Terraform plans with the locals of a file of the module."""
-    main = re.findall(r"(?ms)^locals \{\n.*?^\}\n", FILES[f"terraform/{locals_of}"])[0]
+def planned(folder: Path, outputs: str, *, module: str, stand_ins: str = "", **values: Any) -> dict[str, Any]:
+    """Return the outputs that Terraform plans with the locals of a module."""
+    main = re.findall(r"(?ms)^locals \{\n.*?^\}\n", FILES[f"{module}/main.tf"])[0]
     main = re.sub(r"google_service_account\.(\w+)\[name\]\.member", r"terraform_data.\1[name].id", main)
-    (folder / "main.tf").write_text(main.replace("${path.module}/../datadog", str(K8S / "datadog")))
-    (folder / "variables.tf").write_text(FILES["terraform/variables.tf"])
+    (folder / "main.tf").write_text(main.replace("${path.module}/../../datadog", str(K8S / "datadog")))
+    (folder / "variables.tf").write_text(FILES[f"{module}/variables.tf"])
     (folder / "outputs.tf").write_text(outputs + stand_ins)
     required = dict.fromkeys(["project", "project_number", "instance", "database"], "1")
     (folder / "terraform.tfvars.json").write_text(json.dumps(required | {"topics": {}} | values))
@@ -173,7 +173,7 @@ def test_members_get_their_database_role_only(tmp_path: Path) -> None:
     members = {"applications": {"a": "a", "b": "b"}, "operators": {"c": "c"}, "viewers": {"d": "d"}}
     topics = {"orders": ["billing", "stock"]}
     flags = {"jobs": True, "spark": True, "inbox": True}
-    plan = planned(tmp_path, "", locals_of="main.tf", stand_ins=STAND_INS, topics=topics, **members, **flags)
+    plan = planned(tmp_path, "", module="terraform", stand_ins=STAND_INS, topics=topics, **members, **flags)
     grants = {
         each["index"]: each["values"]["input"]
         for each in plan["planned_values"]["root_module"]["resources"]
@@ -202,7 +202,7 @@ def test_each_release_has_its_own_monitors(tmp_path: Path) -> None:
         "pipeline_account": "eu-pipeline",
         "docs_url": "https://d",
     }
-    plan = planned(tmp_path, 'output "texts" {\n  value = local.texts\n}\n', locals_of="monitors.tf", **values)
+    plan = planned(tmp_path, 'output "texts" {\n  value = local.texts\n}\n', module="datadog", **values)
     texts = plan["planned_values"]["outputs"]["texts"]["value"]
     files = {file.name for file in (K8S / "datadog/monitors").glob("*.json")}
     assert texts.keys() == files | {"dashboard", "slo", "burn-rate"}

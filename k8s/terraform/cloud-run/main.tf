@@ -32,7 +32,6 @@ resource "google_cloud_run_v2_worker_pool" "worker" {
   deletion_protection = var.deletion_protection
 
   scaling {
-    scaling_mode          = "MANUAL"
     manual_instance_count = var.instances
   }
 

@@ -1,7 +1,15 @@
+# Dashboard, monitors and objective of a release in Datadog: docs/operations/monitoring.md. Apart from the module above,
+# because Terraform configures the provider, which needs keys, also if there is nothing to create.
+terraform {
+  required_version = ">= 1.5"
+  required_providers {
+    datadog = { source = "DataDog/datadog", version = ">= 3.40, < 5.0" }
+  }
+}
+
 locals {
-  datadog  = "${path.module}/../datadog"
-  env      = coalesce(var.env, "production")
-  monitors = var.env == null ? toset([]) : fileset("${local.datadog}/monitors", "*.json")
+  datadog  = "${path.module}/../../datadog"
+  monitors = fileset("${local.datadog}/monitors", "*.json")
   values   = { docs_url = var.docs_url, slo_id = "$${slo_id}" }
   files    = merge({ for file in local.monitors : file => "monitors/${file}" }, { for name in ["dashboard", "slo", "burn-rate"] : name => "${name}.json" })
   # The files have the names of one release. Each release has its own dashboard, monitors and objective.
@@ -9,21 +17,19 @@ locals {
     for name, file in local.files : name => replace(replace(replace(replace(replace(replace(replace(replace(replace(
       templatefile("${local.datadog}/${file}", local.values),
       "my-project", var.project),
-      "env:production", "env:${local.env}"),
+      "env:production", "env:${var.env}"),
       "service:publishworker", "service:${var.service}"),
       "service:outbox-pipeline", "service:${var.pipeline_account}"),
       "horizontalpodautoscaler:publishworker", "horizontalpodautoscaler:${var.service}"),
       "\"Outbox: publishworker\"", "\"Outbox: overview\""),
-      "[\"production\"]", "[\"${local.env}\"]"),
+      "[\"production\"]", "[\"${var.env}\"]"),
       "[\"publishworker\"]", "[\"${var.service}\"]"),
-    "\"Outbox: ", "\"Outbox ${var.service}, ${local.env}: ")
+    "\"Outbox: ", "\"Outbox ${var.service}, ${var.env}: ")
   }
   slo = jsondecode(local.texts["slo"])
 }
 
 resource "datadog_dashboard_json" "outbox" {
-  count = var.env == null ? 0 : 1
-
   dashboard = local.texts["dashboard"]
 }
 
@@ -34,8 +40,6 @@ resource "datadog_monitor_json" "outbox" {
 }
 
 resource "datadog_service_level_objective" "outbox" {
-  count = var.env == null ? 0 : 1
-
   name        = local.slo.name
   type        = local.slo.type
   description = local.slo.description
@@ -69,7 +73,5 @@ resource "datadog_service_level_objective" "outbox" {
 }
 
 resource "datadog_monitor_json" "burn_rate" {
-  count = var.env == null ? 0 : 1
-
-  monitor = replace(local.texts["burn-rate"], "$${slo_id}", datadog_service_level_objective.outbox[0].id)
+  monitor = replace(local.texts["burn-rate"], "$${slo_id}", datadog_service_level_objective.outbox.id)
 }
