@@ -57,6 +57,7 @@ RUNS = {
     "newest": Run("3.13", ("--upgrade",)),
     "spark-oldest": Run.of_spark("3.11", "--resolution", "lowest-direct"),
     "spark-newest": Run.of_spark("3.13", "--upgrade"),
+    "spark-3.14": Run.of_spark("3.14", *PINNED),
 }
 
 
