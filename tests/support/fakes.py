@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import grpc
+import pytest
 from sortedcontainers import SortedList
 
 from outbox.base.values import topic_name
@@ -23,7 +24,9 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.relay_sql import times_sent
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, Workers
 from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefused
+from publishworker.telemetry.metrics import METRICS, PHASE_DURATION
 from publishworker.types import (
+    PUBLISH,
     Candidate,
     Deferred,
     EndedAgain,
@@ -434,7 +437,10 @@ def is_refused(message: Any) -> bool:
 
 
 class Counted:
-    """A metrics client that adds up by name, and keeps gauges and samples with their tags."""
+    """A metrics client that adds up by name, and keeps gauges and samples with their tags.
+
+    A test fails if the tags are not those of the table of metrics.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -445,17 +451,27 @@ class Counted:
         self.tags: set[str] = set()
 
     def increment(self, metric: str, value: float, tags: list[str]) -> None:
+        _check_tags(metric, tags)
         self.counts[metric] += int(value)
         self.tags.update(tags)
 
     def gauge(self, metric: str, value: float, tags: list[str]) -> None:
+        _check_tags(metric, tags)
         self.gauges[metric, *tags] = value
 
     def distribution(self, metric: str, value: float, tags: list[str], sample_rate: float = 1) -> None:
+        _check_tags(metric, tags)
         self.samples.append((metric, value, tags, sample_rate))
 
     def stop(self, timeout: float) -> None:
         """Nothing is buffered."""
+
+
+def _check_tags(metric: str, tags: Sequence[str]) -> None:
+    known = next(each.tags for each in METRICS if each.name == metric)
+    names = tuple(tag.partition(":")[0] for tag in tags)
+    if names != (("phase",) if metric == PHASE_DURATION.name and f"phase:{PUBLISH}" not in tags else known):
+        pytest.fail(f"{metric} has the tags {tags}")  # no Exception, which `Metrics` would log
 
 
 def serialized(data: bytes = b"data", **fields: Any) -> bytes:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.base.schedules import RECONNECT
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
+from publishworker.log import LINE_SECONDS
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, Membership, divide
@@ -145,9 +146,11 @@ def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptu
         member.store.away = False
         member.see("other")
         member.store.away = True
+        member.seconds += LINE_SECONDS
         member.delete_heartbeat()
-    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"]
-    assert "the fake store is away" in caplog.records[0].getMessage()
+    assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat_failed"] * 2
+    assert "Heartbeat failed: the fake store is away" in caplog.messages[0]
+    assert "was not deleted; other workers take over" in caplog.messages[1]
 
 
 def test_a_heartbeat_says_which_shards_are_polled_once_they_are_assigned() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -160,11 +161,14 @@ def test_a_process_that_was_paused_has_no_stuck_batch(slow: SlowPublisher) -> No
     assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1
 
 
-def test_a_defect_is_raised_and_the_other_batches_end(slow: SlowPublisher) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.15])
+def test_a_defect_is_raised_and_the_other_batches_end(slow: SlowPublisher, seconds: float) -> None:
+    """And are counted, whether they end before or after the defect."""
     publish = slow.publish
 
     def fail(topic: str, *arguments: Any) -> Any:
         if topic.endswith("invoices"):
+            time.sleep(seconds)
             raise ZeroDivisionError
         return publish(topic, *arguments)
 
@@ -175,7 +179,7 @@ def test_a_defect_is_raised_and_the_other_batches_end(slow: SlowPublisher) -> No
     with pytest.raises(ZeroDivisionError):
         bench.turns()
     bench.relay.finish()
-    assert bench.unsent() == ["a"]
+    assert (bench.unsent(), bench.count(m.PUBLISHED), bench.count(m.UNCONFIRMED)) == (["a"], 1, 0)
 
 
 def test_finished_batches_are_counted_though_polls_fail(
