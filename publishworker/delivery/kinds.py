@@ -44,8 +44,6 @@ class MarkFirst(Delivery):
         #: The parts that Spanner refuses to mark, and the error.
         self._held: dict[Claim, WriteRefused] = {}
         self._hold_until = float("inf")
-        #: The ordering keys of parts that failed. Their later tasks wait.
-        self._stopped: set[str] = set()
 
     def deliver(self) -> Delivered:
         """Mark and publish. Divide what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
@@ -57,7 +55,7 @@ class MarkFirst(Delivery):
             except StoreError as error:
                 divides = isinstance(error, WriteRefused) and self._tools.marking.refused_rows < MAX_REFUSED
                 singles = part.single_claims() if divides else ()
-                parts.extendleft(reversed(singles))
+                parts.extend(singles)  # in any order: a batch has one at-most-once task of a key that may be sent
                 if not singles:
                     self._stop(part, error)
         self._undo()
@@ -82,7 +80,7 @@ class MarkFirst(Delivery):
 
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
             nonlocal marked
-            eligible = [row for row in self._eligible_rows(part, rows, now) if row.ordering_key not in self._stopped]
+            eligible = self._eligible_rows(part, rows, now)
             unanswered = self._results.rows_to_publish(part, eligible, now)
             self._results.answers |= self._tools.publisher.refusals(part.destination, unanswered)
             marked = {row.id: row for row in self._results.rows_to_publish(part, eligible, now)}
@@ -97,7 +95,6 @@ class MarkFirst(Delivery):
         self._marked |= {id: (row, committed) for id, row in marked.items()}
 
     def _stop(self, part: Claim, error: StoreError) -> None:
-        self._stopped |= {key.ordering_key for key in part.keys}
         if isinstance(error, WriteRefused):
             self._held[part] = error
             self._tools.marking.refused_rows += len(part.tasks)
