@@ -263,6 +263,9 @@ DENSE = {
             Fault(5.0, "topic odd", seed, 10.0),
         ),
     ),
+    "suspensions": lambda seed: Plan(
+        seed, workers=1 + seed % 2, rate=5.0, seconds=20.0, reshard=5, faults=(Fault(4.0, "pause", 0, 90.0),)
+    ),
     "stops": lambda seed: Plan(
         seed, workers=3, rate=10.0, seconds=20.0, faults=(
             Fault(0.0, "slow pubsub", 0, 20.0), *(Fault(2.0 * n, "stop", seed + n, 15.0) for n in range(1, 6))

@@ -118,6 +118,38 @@ def first_found_only(real: Any) -> Any:
     return ours
 
 
+def only_grows(real: Any) -> Any:
+    """Return `adapt` that takes no poll for too large."""
+
+    def ours(self: poller.PollSize, *arguments: Any) -> None:
+        with mock.patch.object(self, "per_range", self.per_range):
+            real(self, *arguments)
+            found = self.per_range
+        self.per_range = max(self.per_range, found)
+
+    return ours
+
+
+def waits_for_one(real: Any) -> Any:
+    """Return `wait` that ends with the first report."""
+
+    def ours(self: InFlight) -> Any:
+        self._started.clear()
+        return real(self)
+
+    return ours
+
+
+def goes_on_without_controls(real: Any) -> Any:
+    """Return `discover_if_due` that discovers after a failure as after a success."""
+
+    def ours(self: poller.Discoverer, *, idle: bool) -> Any:
+        self._failed = False
+        return real(self, idle=idle)
+
+    return ours
+
+
 def releases_behind_blocked(real: Any) -> Any:
     """Return the changes with a cancel that releases the next task of a key, whatever it deletes."""
 
@@ -247,6 +279,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Poller, "poll", lambda real: lambda self, _below_priority: real(self)
     ),
     "the size of a poll follows the backlog": (poller.PollSize, "adapt", always(None)),
+    "a poll that was too large is halved": (poller.PollSize, "adapt", only_grows),
+    "a turn waits for all batches that it has started": (InFlight, "wait", waits_for_one),
+    "tasks of a limited topic start together": (availability, "MIN_REFILL_SECONDS", lambda _: 0.0),
     "a task that is retried keeps its age": (
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at
     ),
@@ -298,6 +333,9 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     "a change of many tasks compares their states": (
         "blocked keys", "outbox_admin.changes.execution", "_examined",
         lambda _: lambda _name, row, *_: row._replace(matches=True)
+    ),
+    "a worker whose discovery fails reads the layouts first": (
+        "suspensions", "publishworker.turn.poller.Discoverer", "discover_if_due", goes_on_without_controls
     ),
     "a chunk of an operation is executed once": (
         "operations", "outbox_admin.operations.Progress", "check", always(None)

@@ -1,6 +1,7 @@
 """Delays and shares that pages promise, in histories in which they matter."""
 
 import itertools
+import operator
 from random import Random
 from unittest import mock
 
@@ -204,6 +205,46 @@ def test_a_backlog_of_one_shard_is_sent_as_fast_as_others(defect: str | None) ->
             world.add(id)
         seconds = world.run_until(unsent=0) - 15.0
     assert (seconds > 2.0) is bool(defect), seconds
+
+
+def work_of_backlogs() -> tuple[int, int, int]:
+    """Send a backlog of one shard, one of all shards, and one of a topic with a limit.
+
+    Return the polls and the rows that they return for the second one, and the transactions for the third one.
+    """
+    with staged(Plan(1, workers=1, shards=10, concurrency=8, rate=1e-9)) as world:
+        spanner, ids = world.spanner, map(str, range(20_000))
+        spanner.work = lambda kind, rows: rows if kind == "rows" else 0
+        spanner.table.control("refunds", rate_per_second=50.0, burst=50)
+        world.run(15.0)
+        for id in [id for id in ids if spanner.table.shards_of(id) == (0,)]:
+            world.add(id)
+        world.run_until(unsent=0)
+        polls, rows = spanner.requests["poll"], spanner.worked
+        world.load(1_500)
+        world.load(1_500, "invoices")
+        world.run_until(unsent=0)
+        polls, rows = spanner.requests["poll"] - polls, round(spanner.worked - rows)
+        locks = spanner.requests["lock"]
+        world.load(300, "refunds")
+        world.run_until(unsent=0)
+        return polls, rows, spanner.requests["lock"] - locks
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        None,
+        "a turn waits for all batches that it has started",
+        "a poll that was too large is halved",
+        "tasks of a limited topic start together",
+    ],
+)
+def test_backlogs_take_few_reads_and_transactions(defect: str | None) -> None:
+    """Of 3,000 tasks of two topics, and of 300 tasks of a topic that may send 50 a second, in batches of 10."""
+    with seeded(defect):
+        work = work_of_backlogs()
+    assert any(map(operator.gt, work, (80, 9_000, 50))) is bool(defect), work
 
 
 def seconds_beside_messages(seed: int, *, slow: float) -> float:

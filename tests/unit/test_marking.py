@@ -114,11 +114,15 @@ def test_a_marked_task_is_counted_if_its_batch_is_stuck_or_fails(bench: Bench, e
         publisher.publish = mock.Mock(side_effect=end("a defect"))  # type: ignore[method-assign]  # a defect
     bench.relay = bench.another(publisher=publisher)
     bench.insert("a", at_most_once=True)
-    with pytest.raises(end):
+
+    def run() -> None:
         eventually(lambda: bench.relay.turn() and not bench.unsent())
         for _ in range(4):
             bench.relay.turn()
             bench.wait(45)
+
+    with pytest.raises(end):
+        run()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
 
