@@ -289,7 +289,7 @@ class CircuitBreakers:
             return None
         if circuit is None:
             circuit = self._circuits[topic] = _Circuit(failed[of_topic[0]], now, OUTAGE_PROBE.first)
-        elif probe and not now < circuit.probe_at < inf:  # of several probes, only the first failure counts
+        elif probe:
             circuit.failure = failed[of_topic[0]]
             circuit.delay = (OUTAGE_PROBE if outage else TOPIC_PROBE).after(circuit.delay)
         else:

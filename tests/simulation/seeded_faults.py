@@ -140,6 +140,15 @@ def waits_for_one(real: Any) -> Any:
     return ours
 
 
+def never_waits(real: Any) -> Any:
+    """Return `_pause` that an insert ends at once."""
+
+    def ours(self: Worker, stop: Any, *arguments: float) -> None:
+        real(self, SimpleNamespace(is_set=stop.is_set, wait=lambda _seconds: None), *arguments)
+
+    return ours
+
+
 def goes_on_without_controls(real: Any) -> Any:
     """Return `discover_if_due` that discovers after a failure as after a success."""
 
@@ -281,6 +290,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "the size of a poll follows the backlog": (poller.PollSize, "adapt", always(None)),
     "a poll that was too large is halved": (poller.PollSize, "adapt", only_grows),
     "a turn waits for all batches that it has started": (InFlight, "wait", waits_for_one),
+    "turns that inserts start have a pause between them": (Worker, "_pause", never_waits),
+    "deferrals leave places to other tasks": (
+        selection.Selector, "_places_to_defer", lambda _: lambda self, **_: self._in_flight.free
+    ),
     "tasks of a limited topic start together": (availability, "MIN_REFILL_SECONDS", lambda _: 0.0),
     "a task that is retried keeps its age": (
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at

@@ -56,6 +56,8 @@ APART = (
     "a poll that was too large is halved",
     "a turn waits for all batches that it has started",
     "tasks of a limited topic start together",
+    "turns that inserts start have a pause between them",
+    "deferrals leave places to other tasks",
     "a topic with only dead tasks is discovered less and less often",
     "idle workers send few heartbeats",
     "a worker that cannot write takes over no shards",

@@ -247,6 +247,31 @@ def test_backlogs_take_few_reads_and_transactions(defect: str | None) -> None:
     assert any(map(operator.gt, work, (80, 9_000, 50))) is bool(defect), work
 
 
+@pytest.mark.parametrize("defect", [None, "turns that inserts start have a pause between them"])
+def test_many_inserts_start_few_polls(defect: str | None) -> None:
+    """Each insert wakes all workers."""
+    with seeded(defect), staged(Plan(1, workers=8, shards=10, rate=60.0, seconds=20.0, keys=0.0, wake=True)) as world:
+        world.run(15.0)
+        world.spanner.requests.clear()
+        world.clockwork.spawn(world.application, world.applications)
+        world.run(6.0)
+        polls = world.spanner.requests["poll"] / len(world.audit.tasks)
+    assert (polls > 1.8) is bool(defect), polls
+
+
+@pytest.mark.parametrize("defect", [None, "deferrals leave places to other tasks"])
+def test_blocked_keys_delay_no_other_topic(defect: str | None) -> None:  # OUT-DELAY-1
+    """Each of 2,000 tasks waits for the head of its key. Most tasks of another topic are sent before they are deferred."""
+    with seeded(defect), staged(Plan(1, workers=1, shards=10, concurrency=4, rate=1e-9)) as world:
+        world.run(15.0)
+        for number in range(2_200):
+            world.add(str(number), key=f"key {number % 200}", seconds=0.0 if number >= 200 else 3_600.0)
+        others = [world.add(f"other {number}", "invoices") for number in range(200)]
+        world.run(60.0, lambda: all(task.received for task in others))
+        longest = max(task.last_at - task.at for task in others)
+    assert (longest > 3.0) is bool(defect), longest
+
+
 def seconds_beside_messages(seed: int, *, slow: float) -> float:
     """Send 200 tasks behind three messages that cannot be sent; return the seconds until all others are received.
 

@@ -220,13 +220,13 @@ class World:
             task.data = LARGE
         return f"{random.randrange(10**6):06}-{self._count}", task
 
-    def add(self, id: str, topic: str = "orders", *, priority: int = 50, seconds: float = 0.0) -> Known:
+    def add(self, id: str, topic: str = "orders", *, priority: int = 50, seconds: float = 0.0, key: str = "") -> Known:
         """Register a task, which becomes due after so many seconds, and wake no worker."""
         table, now = self.spanner.table, self.clockwork.now
         at = table.commit_time()
         due = at + timedelta(seconds=seconds) if seconds else None
-        table.insert(id, topic, GOOD, created_at=at, priority=priority, available_at=due)
-        task = Known(topic, "", now, now + seconds)
+        table.insert(id, topic, GOOD, created_at=at, priority=priority, available_at=due, ordering_key=key or None)
+        task = Known(topic, key, now, now + seconds)
         self.audit.committed(id, task)
         return task
 

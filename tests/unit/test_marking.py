@@ -233,6 +233,9 @@ def test_a_failure_beside_refused_rows_is_recorded_in_the_first_turn(
     assert (bench.count(m.DEFERRED), len(bench.publisher.requests)) == (0, 3)
     bench.relay.in_flight.collect()
     assert [id for id in ("bad", "both", "behind") if f"The row of task {id} of" not in caplog.text] == []
+    del bench.publisher.failing["failing"]
+    bench.run_for(10)
+    assert bench.store.rows["failing"].sent_at is not None  # although its first batch still marks refused rows
     bench.store.refused.clear()
     bench.publisher.failing.clear()
     bench.run_for(120, step=10)

@@ -8,6 +8,7 @@ import pytest
 
 from publishworker.spanner.write_errors import StoreError, TimedOut
 from publishworker.turn import in_flight, selection
+from publishworker.turn.poller import MAX_POLL_ROWS
 from publishworker.types import Next
 from tests.support.fakes import serialized
 from tests.support.parts import Bench, SlowPublisher
@@ -78,12 +79,29 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
     assert bench.turns()[-1].seconds_to_change <= 1
 
 
-def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
-    bench.insert(*[str(n) for n in range(20)])
+def test_tasks_in_flight_stay_within_the_topics_limit(slow: SlowPublisher) -> None:
+    """Together with those of lower priorities, which get their share."""
+    bench = Bench(publisher=slow, size=2, batches=8, fair_share=0.5)
+    for number in range(20):
+        bench.insert(str(number), priority=number % 2)
     bench.store.control("orders", max_in_flight=3)
+    bench.relay.turn()
+    slow.hanging = {"orders"}
+    for _ in range(3):
+        bench.relay.turn()
+        assert sum(len(claim.ids) for claim in bench.relay.in_flight.unreported) == 3
+    slow.release.set()
     bench.turns()
-    assert max(map(len, bench.publisher.requests)) == 3
     assert bench.unsent() == []
+
+
+def test_a_poll_asks_for_few_rows_of_many_topics() -> None:
+    """A row takes 2.8 kB of memory."""
+    bench = Bench(size=1_000, batches=10)
+    for number in range(100):
+        bench.insert(str(number), topic=f"topic{number}")
+    bench.relay.turn()
+    assert max(poll.per_range * poll.ranges for poll in bench.store.polls) == MAX_POLL_ROWS
 
 
 @pytest.mark.parametrize("once", [False, True])
