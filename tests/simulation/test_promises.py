@@ -261,7 +261,7 @@ def test_many_inserts_start_few_polls(defect: str | None) -> None:
 
 @pytest.mark.parametrize("defect", [None, "deferrals leave places to other tasks"])
 def test_blocked_keys_delay_no_other_topic(defect: str | None) -> None:  # OUT-DELAY-1
-    """Each of 2,000 tasks waits for the head of its key. Most tasks of another topic are sent before they are deferred."""
+    """Most of its tasks are sent before the 2,000 tasks that wait for the heads of their keys are deferred."""
     with seeded(defect), staged(Plan(1, workers=1, shards=10, concurrency=4, rate=1e-9)) as world:
         world.run(15.0)
         for number in range(2_200):
