@@ -21,7 +21,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 import outbox
 from outbox.errors import SettingError
 from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
-from outbox.observing import span_of
+from outbox.observing import processing, span_of
 from outbox.program import logs
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.testing import RecordingTransaction
@@ -100,6 +100,24 @@ def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemor
     assert span.attributes["messaging.destination.name"] == ORDERS
     assert span.attributes["messaging.batch.message_count"] == 3
     assert span.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize("messages", [1, 2])
+def test_a_subscriber_continues_one_trace_or_links_several(spans: InMemorySpanExporter, messages: int) -> None:
+    received = traced(*[TRACEPARENT] * messages)
+    received[0].message_id = "4711"
+    with processing("billing", *received):
+        pass
+    [span] = spans.get_finished_spans()
+    assert (span.name, span.kind) == ("process billing", SpanKind.CONSUMER)
+    assert (span.parent and span.parent.span_id, len(span.links)) == ((SPAN, 0) if messages == 1 else (None, 2))
+    of_messages = {"messaging.message.id": "4711"} if messages == 1 else {"messaging.batch.message_count": messages}
+    assert span.attributes == {
+        "messaging.system": "gcp_pubsub",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        **of_messages,
+    }
 
 
 def test_the_span_reports_failures(spans: InMemorySpanExporter) -> None:
