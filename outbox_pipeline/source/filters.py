@@ -32,10 +32,10 @@ def mask(values: pa.Array, given: ColumnFilter) -> pa.Array:
 
 
 def equal(filters: Iterable[ColumnFilter], name: str) -> list[str] | None:
-    """Return the values that the column must have one of, or None if no filter says it."""
+    """Return the values that the column must have one of, or None if no filter says it. NULL equals nothing."""
     found = [[value] if kind == "EqualTo" else [*value] for column, kind, value in filters
              if column == name and kind in {"EqualTo", "In"}]  # fmt: skip
-    return sorted({*found[0]}.intersection(*found)) if found else None
+    return sorted({*found[0]}.intersection(*found) - {None}) if found else None
 
 
 def time_bounds(filters: Iterable[ColumnFilter], name: str) -> tuple[list[datetime], list[datetime]]:

@@ -64,7 +64,6 @@ def needed(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def column(name: str, values: Sequence[Any]) -> pa.Array:
-    """Return the values of one column of the table."""
     field = schemas.STORED[name]
     if isinstance(field.dataType, LongType | TimestampType):
         # Only NULL has an empty text.
@@ -165,18 +164,14 @@ class KeyPart:
         return KeySet(ranges=[KeyRange(start_closed=[*prefix, self.first], **end)])
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
-        """Read the range of the table."""
         return _selected(_batches(table.rows(names, self.keys(), at), names), selection, at)
 
 
 @dataclass(frozen=True, slots=True)
 class IdsPart:
-    """The tasks with these IDs."""
-
     ids: tuple[str, ...]
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
-        """Read the tasks by key."""
         keys = KeySet(keys=[[id] for id in self.ids])
         return _selected(_batches(table.rows(names, keys, at), names), selection, at)
 
@@ -195,12 +190,10 @@ class SentPart:
 
     @property
     def index(self) -> str:
-        """Return the name of the index."""
         return self.shards.sql(TO_SEND_INDEX)
 
     @property
     def keys(self) -> KeySet:
-        """Return the ranges of the index."""
         bounds = [([each, self.since], [each, self.until]) for each in self.shards.numbers]
         return KeySet(ranges=[KeyRange(start_closed=start, end_open=end) for start, end in bounds])
 
@@ -208,8 +201,9 @@ class SentPart:
         """Read the ranges of the index and then the tasks by key."""
         found = tuple(name for name in INDEXED if name in {*names, "Id", "Bytes", "Topic"})
         rows = table.rows(found, self.keys, at, index=self.index)
-        narrowed = replace(selection, since=None, until=None)
-        for columns in _selected(_batches(rows, found), narrowed, at):
+        # The filters of other columns are Spark's, which applies them again. The index has all columns of a state.
+        of_index = replace(selection, filters=tuple(each for each in selection.filters if each[0] in (*found, "State")))
+        for columns in _selected(_batches(rows, found), of_index, at):
             if set(names) <= set(found):
                 yield columns
                 continue

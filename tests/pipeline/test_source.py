@@ -358,15 +358,17 @@ def test_filters_of_spark_narrow_the_read(case: Case, monkeypatch: pytest.Monkey
     conditions = {
         "Id = '007'": 1, "Id IN ('007', '008', 'none') AND Id <> '008'": 1, "Topic = 't1' AND Id < '010'": 3,
         "SentAt >= TIMESTAMP'2026-06-01 09:00:00Z' AND SentAt < TIMESTAMP'2026-06-01 09:10:00Z'": 10,
-        "SentAt IS NULL": 2,
-        "State = 'dead'": 1, "State IN ('dead', 'pending')": 2, "CreatedAt > TIMESTAMP'2020-01-01 00:00:00Z'": 602,
-        "Id = '007' OR Topic = 'none'": 1,
+        "SentAt >= TIMESTAMP'2026-06-01 09:50:00Z' AND TimesSent < 1": 10, "SentAt IS NULL": 2,
+        "Id IN ('007', NULL)": 1, "State = 'dead'": 1, "State IN ('dead', 'pending')": 2,
+        "CreatedAt > TIMESTAMP'2020-01-01 00:00:00Z'": 602, "Id = '007' OR Topic = 'none'": 1,
     }  # fmt: skip
-    columns = "Id,Topic,State,SentAt,CreatedAt"
+    columns = "Id,Topic,State,SentAt,CreatedAt,TimesSent"
     case.spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     try:
         for condition, count in conditions.items():
             assert tasks(case.spark, case.target, columns=columns).where(condition).count() == count, condition
+        late = tasks(case.spark, case.target, since="2026-06-01T09:55:00Z")
+        assert late.where("SentAt >= TIMESTAMP'2026-06-01 09:50:00Z'").count() == 5
     finally:
         case.spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
     monkeypatch.setitem(sys.modules, "pyspark.sql.worker.data_source_pushdown_filters", sys)
