@@ -1,4 +1,4 @@
-"""What can hide a loss from a certificate: sent tasks that were deleted before anything has read them."""
+"""Finds the facts that make a certificate UNCERTAIN: sent tasks may have been deleted before the archive read them."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
@@ -36,9 +36,9 @@ def uncertainties(reads: Sequence[Read], purges: Iterable[Operation], kept: time
             f"the archive read the tasks sent from {shown(late[0].since)} to {shown(late[-1].until)} late, without "
             "those that were sent again or deleted before"
         )
-    if old := [read for read in reads if kept is not None and read.at - read.since >= kept]:
+    if kept is not None and (old := [read for read in reads if read.at - read.since >= kept]):
         found.append(
-            f"tasks are deleted {counted(kept.days, 'day') if kept else ''} after they were sent, but those sent from "
+            f"tasks are deleted {counted(kept.days, 'day')} after they were sent, but those sent from "
             f"{shown(old[0].since)} on were read at {shown(old[0].at)}"
         )
     return found

@@ -3,7 +3,6 @@
 `--purge` then deletes them from the table.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,19 +22,12 @@ from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER, TASKS_TABLE
 from outbox_admin import operation_sql, operations
 from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import ArchiveSettings
-from outbox_pipeline.jobs.archive_files import (
-    Archive,
-    ArchivedWindow,
-    archivable,
-    bounds,
-    checksum_columns,
-    floor,
-    rebalanced,
-)
+from outbox_pipeline.jobs.archive_files import Archive, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive_windows import ArchivedWindow, bounds, floor
 from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.source.parts import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
-from outbox_pipeline.spark.spark_tasks import Rows, map_rows, totals
+from outbox_pipeline.spark.spark_tasks import Rows, inform, map_rows, totals
 from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: Max tasks in one transaction of a purge.
@@ -45,8 +37,6 @@ _TAG = "outbox-pipeline-purge"
 #: The columns that tell whether a task is still as archived.
 _ENDED = ("SentAt", "CancelledBy")
 _LOCK = by_ids(f"Id, {', '.join(_ENDED)}", lock=True)
-
-_log = logging.getLogger("outbox_pipeline")
 
 
 def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> dict[str, Any]:
@@ -70,8 +60,6 @@ def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all steps share."""
-
     spark: SparkSession
     settings: ArchiveSettings
     files: Archive
@@ -92,9 +80,9 @@ class _Job:
             begin = windows[-1].until
         else:
             since = self.settings.since
-            first = resolved(since, now) if since else self.table.first_ended()
+            first = self.table.first_ended() if since is None else resolved(since, now)
             if first is None:
-                _info("No window is archived, because no task was sent or cancelled")
+                inform("archive", "No window is archived, because no task was sent or cancelled")
                 return []
             if first > now:
                 raise SettingError(f"--since {shown(first)} is in the future. The database's time is {shown(now)}")
@@ -102,15 +90,15 @@ class _Job:
         due = list(bounds(begin, end, self.settings.window))
         if not due:
             ends = floor(begin, length) + length
-            _info(f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
+            inform("archive", f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
         self._check_lengths(due)
         return due
 
     def _check_lengths(self, windows: list[tuple[datetime, datetime]]) -> None:
         """Raise OutboxError if Spanner may delete tasks of a window before it is read."""
-        kept = schema.retention(self.table.database, request_options=SCHEMA_OPTIONS) or timedelta.max
+        kept = schema.retention(self.table.database, request_options=SCHEMA_OPTIONS)
         for since, until in windows:
-            if until + MARKS_FINAL_AFTER - since >= kept:
+            if kept is not None and until + MARKS_FINAL_AFTER - since >= kept:
                 raise OutboxError(
                     f"The window from {shown(since)} to {shown(until)} is too long: Spanner deletes sent or cancelled "
                     f"tasks after {counted(kept.days, 'day')}, and the window is read a minute after its end. Pass a "
@@ -118,7 +106,6 @@ class _Job:
                 )
 
     def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchivedWindow:
-        """Write one window and commit it."""
         at = self._read_timestamp(since, until, late=late)
         data = self.files.new_folder(since, until)
         observed = Observation(f"archive {data}")
@@ -130,7 +117,7 @@ class _Job:
         window = self.files.finish(
             ArchivedWindow(self.table.name, since, until, at, data=data, files={}, **observed.get)
         )
-        _info(f"archived {window.rows:,} tasks sent or cancelled from {shown(since)} to {shown(until)}")
+        inform("archive", f"archived {window.rows:,} tasks sent or cancelled from {shown(since)} to {shown(until)}")
         return window
 
     def purge_all(self, windows: list[ArchivedWindow]) -> Counter[str]:
@@ -152,7 +139,6 @@ class _Job:
         return counts
 
     def purge(self, window: ArchivedWindow) -> dict[str, int]:
-        """Delete the tasks of a finished window from the table, and count."""
         selection = {"archive": self.files.path(window.data), "since": window.since, "until": window.until}
         # An interrupted purge is continued under its ID.
         id = window.operation or self.files.log.note_purging(window, operations.new_id())
@@ -162,7 +148,7 @@ class _Job:
         counts = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id))
         operations.end(self.table, id)
         self.files.log.note_purged(window, counts)
-        _info(f"purged {counts['deleted']:,} tasks of {shown(window.since)} to {shown(window.until)}")
+        inform("archive", f"purged {counts['deleted']:,} tasks of {shown(window.since)} to {shown(window.until)}")
         return counts
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
@@ -210,7 +196,3 @@ def purge_chunk(table: Table, wanted: Mapping[str, tuple[Any, ...]], operation: 
         return {"deleted": len(same), "resent": len(found) - len(same), "missing": len(wanted) - len(found)}
 
     return table.transact(_TAG, work)
-
-
-def _info(text: str) -> None:
-    _log.info("%s", text, extra={"action": "archive"})

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as f
 
 from outbox.base.values import chunked, shown
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings, PubSubSettings, resolved
 from outbox.program.terminal import escaped
 from outbox.registration import TASK_COLUMNS
@@ -37,7 +36,8 @@ from outbox_pipeline.job_settings import ReplaySettings
 from outbox_pipeline.jobs.archive_files import Archive, read_archive
 from outbox_pipeline.source.datasource import decoded
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
-from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, totals
+from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, inform, map_rows, placed, totals
+from outbox_pipeline.spark.stack_traces import refused
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -90,7 +90,7 @@ def run(
     if dry_run:
         return _dry_run(_selected(spark, selection, now))
     begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
-    _info(f"Replay {begun.id} of {as_json(asdict(selection))} begins")
+    inform("replay", f"Replay {begun.id} of {as_json(asdict(selection))} begins")
     parts, rate = divided(spark, settings.max_rows_per_second)
     rows = in_order_of_commits(_selected(spark, selection, begun.started_at), parts)
     if selection.to:
@@ -100,10 +100,11 @@ def run(
         rows = rows.select(*ARCHIVED_COLUMNS)
         counts = totals(map_rows(rows, _COUNTS, replay_rows, settings, begun.started_at, rate))
     selected = sum(counts.values())
+    # Not `unsent` and `resent`: an earlier attempt of a Spark task can have made them unsent.
     left = sum(counts.get(name, 0) for name in ("cancelled", "replaced", "refused"))
     operations.end(table, begun.id, Tasks=selected - left)
     told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
-    _info(f"Replay {begun.id} finished{told}")
+    inform("replay", f"Replay {begun.id} finished{told}")
     return {"replay_id": begun.id, "selected": selected, **counts}
 
 
@@ -121,7 +122,7 @@ def _destination(table: Table, selection: ReplaySelection, to: str) -> str:
         raise SettingError("--to needs --topic. Pass both")
     found = execution.resend_to(table, TaskSelection(state="sent", topic=selection.topic), to)
     if unchecked := editing.check_destinations(table, [found.to], otherwise=""):
-        _info(unchecked)
+        inform("replay", unchecked)
     return str(found.to)
 
 
@@ -130,15 +131,11 @@ def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> Non
 
     Spark must be able to parse the predicate, and it must be deterministic. Raises SettingError, OutboxError.
     """
-    if not Archive(spark, selection.archive).log.windows(table.name):
-        raise OutboxError(f"--archive {selection.archive} has no finished window. Check the path")
+    Archive(spark, selection.archive).finished(table.name)
     if not selection.where:
         return
-    try:
+    with refused(f"--where {selection.where}"):
         found: Any = spark.createDataFrame([], schemas.SOURCE).where(selection.where)
-    except (ParseException, AnalysisException) as error:
-        reason = next(line for line in str(error).splitlines() if line)
-        raise SettingError(f"--where {selection.where}: {reason}") from error
     if not found._jdf.queryExecution().analyzed().deterministic():  # noqa: SLF001 - no public API
         raise SettingError(f"--where {selection.where} is not deterministic. Spark may compute it more than once")
 
@@ -260,7 +257,3 @@ def _inserted(row: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now, "DueAt": now}
     values["TimesSent"] = (row["TimesSent"] or 0) + 1
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _info(text: str) -> None:
-    _log.info("%s", text, extra={"action": "replay"})

@@ -1,8 +1,8 @@
 """Files and folders through Hadoop's file systems, so every URL that Spark supports works, and the inputs of jobs.
 
-Of the files that users pass, those that Spark would ignore or misread without an error are refused. Spark ignores
-hidden names and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi, Iceberg or
-Paimon, so also deleted rows, and all files of a stream, so also those of an unfinished batch.
+Refuse input files that Spark would ignore or misread without an error. Spark ignores hidden names and files of 0
+bytes. It reads all data files of a table of Delta Lake, Hudi, Iceberg or Paimon, so also deleted rows, and all files of
+a stream, so also those of an unfinished batch.
 """
 
 import re
@@ -15,13 +15,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from py4j.protocol import Py4JError, Py4JJavaError
-from pyspark.errors import AnalysisException, ParseException, PySparkException
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as f
 
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import OutboxError
 from outbox_pipeline.file_names import COMPRESSED, UNREADABLE, columns_of_folders, format_of, names_format
-from outbox_pipeline.spark.stack_traces import error_from, spark_errors
+from outbox_pipeline.spark.stack_traces import error_from, refused, spark_errors
 
 #: The first character of a pattern, or a backslash, which escapes one.
 PATTERN = re.compile(r"[*?\[{\\]")
@@ -69,7 +69,6 @@ class Folder:
         return str(self._path.toString() if self._system else self._path) or "."
 
     def __truediv__(self, name: str) -> "Folder":
-        """Return the child `name`."""
         return Folder(self._spark, f"{self}/{name}")
 
     @spark_errors()
@@ -101,7 +100,6 @@ class Folder:
 
     @spark_errors()
     def qualified(self) -> str:
-        """Return its whole URL."""
         return str(self._system.makeQualified(self._path).toString() if self._system else self._path)
 
     @spark_errors()
@@ -250,11 +248,8 @@ def _of_folder(name: str) -> Callable[[str], Column]:
 
 def read_table(spark: SparkSession, flag: str, name: str) -> DataFrame:
     """Return the rows of a table or view of the session's catalog. Raises SettingError if `flag` names none."""
-    try:
+    with refused(f"{flag} {name}"):
         return spark.table(name)
-    except (ParseException, AnalysisException) as error:
-        reason = next(line for line in str(error).splitlines() if line)
-        raise SettingError(f"{flag} {name}: {reason}") from error
 
 
 def _check_links(path: str, format: str) -> None:

@@ -92,6 +92,11 @@ def collected(rows: DataFrame) -> list[dict[str, Any]]:
     return found
 
 
+def inform(action: str, text: str) -> None:
+    """Log what a job does, under a name of docs/reference/logs.md."""
+    _log.info("%s", text, extra={"action": action})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reporting(Settings):
     """The setting of a write that no job makes."""

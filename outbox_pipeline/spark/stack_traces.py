@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, PySparkException
 
 from outbox import errors
-from outbox.errors import NotReached, OutboxError
+from outbox.errors import NotReached, OutboxError, SettingError
 
 #: The last line of a Python stack trace from an executor or the planner, which Spark passes on as text.
 _OURS = re.compile(r"\boutbox\.errors\.(\w+): (.+)")
@@ -68,6 +68,15 @@ def spark_errors() -> Iterator[None]:
             raise KeyboardInterrupt from error
         # Only the errors that PySpark knows have their Java stack trace apart.
         raise error_from(f"{error}\n{getattr(error, '_stackTrace', '')}") from error
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turn the refusal of a table or of SQL into a SettingError that begins with `what`."""
+    try:
+        yield
+    except AnalysisException as error:
+        raise SettingError(f"{what}: {next(line for line in str(error).splitlines() if line)}") from error
 
 
 @contextlib.contextmanager

@@ -26,7 +26,9 @@ from outbox_admin import operations
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs import archive as job
 from outbox_pipeline.jobs.archive import purge_chunk
-from outbox_pipeline.jobs.archive_files import Archive, ArchivedWindow, Log, checksum_columns, floor
+from outbox_pipeline.jobs.archive_files import Archive, checksum_columns
+from outbox_pipeline.jobs.archive_log import Log
+from outbox_pipeline.jobs.archive_windows import ArchivedWindow, floor
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, MICROSECOND, Watch, delete, insert, insert_cancelled, row, rows_of, update
@@ -252,11 +254,15 @@ def test_an_archive_that_cannot_run_says_what_to_do(case: Case, monkeypatch: pyt
     assert found.collect() == []
 
     case.insert([sent("a", DAY)])
+    assert case.archive(since="0s", until="1m")["windows"] == 0
     with pytest.raises(OutboxError, match="is too long: Spanner deletes sent or cancelled tasks after 7 days, and"):
         case.archive(window="7d", until=DAY + HOUR * 24 * 14, late=True)
     with monkeypatch.context() as patch:
         patch.setattr(job.schema, "retention", lambda _, **__: HOUR * 24)
         with pytest.raises(OutboxError, match="after 1 day, and the window is read a minute after its end"):
+            case.archive(late=True)
+        patch.setattr(job.schema, "retention", lambda _, **__: timedelta())
+        with pytest.raises(OutboxError, match="after 0 days, and the window is read a minute after its end"):
             case.archive(late=True)
     with pytest.raises(OutboxError) as caught:
         case.archive(purge=True)

@@ -25,16 +25,9 @@ from outbox.base.values import shown
 from outbox.devtools import child_process
 from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive_files import (
-    Archive,
-    ArchivedWindow,
-    Log,
-    archivable,
-    bounds,
-    checksum_columns,
-    floor,
-    rebalanced,
-)
+from outbox_pipeline.jobs.archive_files import Archive, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive_log import Log
+from outbox_pipeline.jobs.archive_windows import ArchivedWindow, bounds, floor
 from tests.support.pipeline import DAY, MICROSECOND, NEXT_DAY, Files, Published, remove, sent_of
 
 HOUR = timedelta(hours=1)
@@ -249,7 +242,7 @@ def test_overlapping_and_missing_windows_are_errors(spark: SparkSession, tmp_pat
     ):
         read_archive(spark, str(tmp_path))
     middle.file.unlink()
-    with pytest.raises(OutboxError, match=r"The Delta log of \S+ cannot be read.* gap"):
+    with pytest.raises(OutboxError, match=r"_delta_log of the archive \S+ cannot be read.* gap"):
         read_archive(spark, str(tmp_path))
 
 
@@ -305,6 +298,13 @@ def test_the_notes_of_a_purge_are_those_of_the_first(tmp_path: Path):
     other.windows()
     assert (window.operation, window.purged) == (None, False)
     assert [log.note_purging(window, id) for log, id in ((one, "1"), (other, "2"))] == ["1", "1"]
+    deltalake.DeltaTable(tmp_path).alter.add_columns(
+        deltalake.Schema.from_arrow(pa.schema({"New": pa.string()})).fields
+    )
+    with pytest.raises(OutboxError, match=r"^Another run changed the Delta log of \S+: .*Metadata changed.* again"):
+        other.note_purged(window, {})
+    one.windows()
+    other.windows()
     one.note_purged(window, {"deleted": 3, "resent": 2, "missing": 1})
     other.note_purged(window, {"deleted": 0, "resent": 0, "missing": 0})
     [window] = one.windows()

@@ -8,7 +8,8 @@ from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive_files import Archive, ArchivedWindow, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive_files import Archive, archivable, checksum_columns, rebalanced
+from outbox_pipeline.jobs.archive_windows import ArchivedWindow
 
 TOPICS = 5
 MILLION = 1_000_000
