@@ -134,7 +134,7 @@ def _ended_as(values: Mapping[str, Any], options: argparse.Namespace) -> str:
         return "empty"
     if failures := [name for name in _FAILURES if values.get(name)]:
         return failures[0]
-    return "incomplete" if str(values.get("verdict")).startswith(("INCOMPLETE", "UNCERTAIN")) else "done"
+    return "done" if values.get("complete", True) else "incomplete"
 
 
 def _summary(job: str, values: Mapping[str, Any], seconds: float, *, json: bool) -> Escaped:

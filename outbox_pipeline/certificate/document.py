@@ -44,7 +44,7 @@ OUTCOMES = {
 MOST_LISTED = 1_000
 #: The folders of the names of inputs.
 ARCHIVE, RECEIVED = "archive/", "received/"
-#: The fields that do not follow from `topics`.
+#: The fields that do not follow from `topics`. A field that is added here is optional: earlier certificates lack it.
 _FIELDS = ("audit", "database", "uncertainties", "not_delivered", "previous", "window")
 #: Files that are no inputs: their names begin with a dot or _, or they are in the log of the archive.
 _NO_INPUTS = re.compile(r"(^|/)[._][^/]*$|^_delta_log/")
@@ -58,12 +58,10 @@ class PublicKey:
 
     @property
     def id(self) -> str:
-        """Return what a certificate names the key."""
         form = serialization.PublicFormat.SubjectPublicKeyInfo
         return hashlib.sha256(self.key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
     def verifies(self, signature: bytes, data: bytes) -> bool:
-        """Tell whether a signature is of these bytes."""
         try:
             if isinstance(self.key, Ed25519PublicKey):
                 self.key.verify(signature, data)
@@ -76,8 +74,6 @@ class PublicKey:
 
 @dataclass(frozen=True)
 class Signer:
-    """A key that signs bytes."""
-
     public: PublicKey
     sign: Callable[[bytes], bytes]
 
@@ -156,6 +152,11 @@ class Certificate:
     content: Mapping[str, Any]
     files: Mapping[str, str]
 
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether all tasks were delivered or cancelled, and no known fact can hide a loss."""
+        return str(self.content["summary"]).startswith("COMPLETE:")
+
 
 def _verdict(counts: Mapping[str, int], uncertainties: Sequence[str]) -> str:
     """Return the first line of a certificate with these counts, and these facts that can hide a loss."""
@@ -170,7 +171,9 @@ def _verdict(counts: Mapping[str, int], uncertainties: Sequence[str]) -> str:
 
 
 def payload(content: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
-    """Return the bytes that are signed. The sums and the summary follow from `topics`."""
+    """Return the bytes that are signed. The sums and the summary follow from `topics`. Raises ValueError."""
+    if unknown := sorted(content.keys() - {*_FIELDS, "topics", "counts", "summary"}):
+        raise ValueError(f"{unknown[0]} is unknown")
     topics, counts = {}, {name: content["counts"][name] for name in ("unknown", "foreign")}
     for topic, found in content["topics"].items():
         topics[topic] = {name: found[name] for name in (*OUTCOMES, "republished")}
@@ -251,8 +254,8 @@ def read(data: bytes, where: str) -> Certificate:
 def _fault(content: Mapping[str, Any], again: Mapping[str, Any]) -> str | None:
     """Return how a content differs from what follows from it, or None."""
     for name, value in content.items():
-        if value != again.get(name):
-            return f"{name} is unknown, or does not follow from the other fields"
+        if value != again[name]:
+            return f"{name} does not follow from the other fields"
     for counts in (again["counts"], *again["topics"].values()):
         for name, number in counts.items():
             if type(number) is not int or number < 0:

@@ -56,7 +56,8 @@ def run(spark: SparkSession, settings: AuditSettings) -> Counts:
     """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached.
 
     Returns the counts of docs/pipeline/audit.md, the bounds of the window and the path of the report. `certificate` is
-    the digest of a certificate, and `verdict` its first line, or that there was no task.
+    the digest of a certificate, `complete` tells whether it is COMPLETE, and `verdict` is its first line. Without a
+    certificate, `verdict` tells that there was no task.
     """
     table, certifier = open_table(settings), None
     if settings.certificate:
@@ -87,10 +88,8 @@ def run(spark: SparkSession, settings: AuditSettings) -> Counts:
             "data_compared": bodies,
             "inbox": settings.inbox,
         }
-        done = _report(rows, deliveries, rules, output, facts=facts, inbox=inbox)
-        if certifier:
-            done["certificate"], done["verdict"] = certifier.issue(rows, rules, done)
-        if not done["tasks"]:
+        done = _report(rows, deliveries, rules, output, facts=facts, inbox=inbox, certifier=certifier)
+        if not (certifier or done["tasks"]):
             bounds = f"{f'from {shown(rules.since)} ' if rules.since else ''}before {shown(rules.until)}"
             done["verdict"] = f"Nothing was audited: no task was created {bounds}"
     finally:
@@ -116,9 +115,7 @@ def _rules_and_tasks(
     """
     now = table.now()
     archive = Archive(spark, settings.archive) if settings.archive else None
-    windows = archive.log.windows(table.name) if archive else []
-    if archive and not windows:
-        raise OutboxError(f"--archive {settings.archive} has no finished window. Check the path")
+    windows = archive.finished(table.name) if archive else []
     horizon = min(now, resolved(settings.received_until, now))
     grace = timedelta(seconds=settings.grace)
     latest = horizon - grace
@@ -147,9 +144,19 @@ def _rules_and_tasks(
 
 
 def _report(
-    rows: DataFrame, deliveries: DataFrame, rules: transforms.Rules, output: Folder, *, facts: _Line, inbox: Any
+    rows: DataFrame,
+    deliveries: DataFrame,
+    rules: transforms.Rules,
+    output: Folder,
+    *,
+    facts: _Line,
+    inbox: Any,
+    certifier: Any,
 ) -> _Line:
-    """Write the report and return the counts. `inbox` has the records of a consumer, or is None."""
+    """Write the certificate and the report, and return the counts.
+
+    `inbox` has the records of a consumer, or is None. So is `certifier` without a certificate.
+    """
     total, topics = _numbers(rows)
     # Not an Observation of another query: before Spark 4.3, it counts a Spark task again that is repeated.
     readable = f.col("readable")
@@ -161,6 +168,8 @@ def _report(
             f"None of the {others['unreadable']:,} rows or lines of {facts['received_from']} is a received message "
             "with message_id, publish_time and attributes"
         )
+    # Before the report, because an audit without a certificate is repeated, and then --output must not exist.
+    issued = certifier.issue(rows, rules, total | others) if certifier else {}
     found, classes = transforms.findings(rows, transforms.out_of_order(rows)), [transforms.OUT_OF_ORDER]
     if inbox is not None:
         found = found.unionByName(transforms.effects(rows, inbox, rules))
@@ -195,7 +204,7 @@ def _report(
     }
     (output / SUMMARY).create(as_json(summary) + "\n")
     (output / REPORT).create(page(summary))
-    return done
+    return done | issued
 
 
 def _numbers(rows: DataFrame) -> tuple[_Line, list[_Line]]:

@@ -22,7 +22,8 @@ from outbox_pipeline.certificate.document import ARCHIVE, MOST_LISTED, OUTCOMES,
 from outbox_pipeline.certificate.uncertainties import Read, uncertainties
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs import audit_transforms as transforms
-from outbox_pipeline.jobs.archive_files import Archive, ArchivedWindow, floor
+from outbox_pipeline.jobs.archive_files import Archive
+from outbox_pipeline.jobs.archive_windows import ArchivedWindow, floor
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.files import PATTERN, Folder
 from outbox_pipeline.spark.spark_tasks import collected
@@ -61,8 +62,6 @@ def dated(settings: AuditSettings, now: datetime) -> AuditSettings:
 
 
 class Certifier:
-    """Certifies one audit."""
-
     def __init__(self, spark: SparkSession, settings: AuditSettings, table: Table) -> None:
         """Load the key and the previous certificate. Raises SettingError, OutboxError, NotReached."""
         self._spark = spark
@@ -129,12 +128,12 @@ class Certifier:
         as_of_end = unsent.withColumns({"sent_at": nothing, "cancelled_at": nothing})
         return [each.select(*archived.columns) for each in (named, as_of_end)]
 
-    def issue(self, rows: DataFrame, rules: transforms.Rules, done: Mapping[str, Any]) -> tuple[str, str]:
-        """Sign and write the certificate, and return its digest and first line. Raises OutboxError."""
-        if done["unreadable"]:
+    def issue(self, rows: DataFrame, rules: transforms.Rules, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Sign and write the certificate. Return what `audit.run` returns of it. Raises OutboxError, NotReached."""
+        if counts["unreadable"]:
             raise OutboxError(
-                f"{self._settings.received} has {counted(done['unreadable'], 'unreadable line')}, as a file that ends "
-                "early. Export the messages again. No certificate was written"
+                f"{self._settings.received} has {counted(counts['unreadable'], 'unreadable line')}, as a file that "
+                "ends early. Export the messages again. No certificate was written"
             )
         listed, topics = self._outcomes(rows)
         content = {
@@ -148,7 +147,7 @@ class Certifier:
                 "received_data": self._settings.received_data,
             },
             "uncertainties": self._uncertainties(),
-            "counts": {"unknown": done["unknown"], "foreign": done["foreign"]},
+            "counts": {name: counts[name] for name in ("unknown", "foreign")},
             "topics": topics,
             "not_delivered": listed,
         }
@@ -158,7 +157,8 @@ class Certifier:
         written = Folder(self._spark, path).create(document.signed(payload, self._signer))
         if not written and self._payload(path) != payload:
             raise OutboxError(f"--certificate {path} exists, and is another certificate. Pass another file")
-        return certificate.digest, str(certificate.content["summary"])
+        verdict = str(certificate.content["summary"])
+        return {"certificate": certificate.digest, "complete": certificate.is_complete, "verdict": verdict}
 
     def _outcomes(self, rows: DataFrame) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]]]:
         """Return the tasks that were not delivered, and the counts of outcomes by topic. A task has its best state."""

@@ -21,7 +21,7 @@ from outbox.table.states import MARKS_FINAL_AFTER, NEVER
 from outbox_admin.changes import execution
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_pipeline import cli
-from outbox_pipeline.jobs.archive_files import commit_name
+from outbox_pipeline.jobs.archive_windows import commit_name
 from outbox_pipeline.spark.files import Folder
 from publishworker.telemetry import clients
 from tests.support.certificates import Place, data, new_key, payload
@@ -64,7 +64,7 @@ def prepare(case: Case, place: Place) -> None:
     new_key(place.folder)
 
 
-def certify(case: Case, place: Place, day: datetime, output: str, **more: Any) -> int:
+def certify(case: Case, place: Place, day: datetime, output: str, *words: str, **more: Any) -> int:
     """Audit a day and certify it. Return the exit code."""
     flags = {
         "since": day,
@@ -76,7 +76,7 @@ def certify(case: Case, place: Place, day: datetime, output: str, **more: Any) -
         "key_file": str(place.path("key.pem")),
         **more,
     }
-    return case.job("audit", **flags)
+    return case.job("audit", *words, **flags)
 
 
 @pytest.fixture
@@ -231,6 +231,7 @@ def test_losses_are_certified_and_incomplete_inputs_are_not(case: Case, place: P
         assert code in {1, 2}, name
         assert re.search(sentence, error), (name, error)
         assert copy.files == [], name
+        assert not (case.folder / f"out-{number}").exists(), "it cannot be certified with this --output"
     says_losses_in_its_first_line(case, place, capsys)
     case.insert([row("late", Data=data(b"paid"), CreatedAt=DAYS[0] + HOUR, SentAt=DAYS[0] + 2 * HOUR)])
     assert certify(case, place, DAYS[0], "lacks") == 1
@@ -240,7 +241,10 @@ def test_losses_are_certified_and_incomplete_inputs_are_not(case: Case, place: P
 def test_a_day_whose_tasks_were_purged_before_the_archive_read_them_is_not_complete(
     case: Case, capsys: pytest.CaptureFixture[str]
 ):
-    """Three of ten tasks are lost. Without the record of the purge, the other seven would be all that is known."""
+    """Three of ten tasks are lost. Without the record of the purge, the other seven would be all that is known.
+
+    All tasks of the next day are lost.
+    """
     place = Place(case.folder)
     new_key(place.folder)
     tasks = [row(f"{n}", Data=data(b"paid"), CreatedAt=DAYS[0] + HOUR, SentAt=DAYS[0] + HOUR) for n in range(10)]
@@ -251,7 +255,7 @@ def test_a_day_whose_tasks_were_purged_before_the_archive_read_them_is_not_compl
     table = TaskTable(opened(case.database))
     selection = TaskSelection(state="sent", ids=tuple(each["Id"] for each in tasks[:3]))
     assert len(changed(execution.change(table, "purge", selection))) == 3
-    case.archive(to=place.path("archive"), since=DAYS[0], until=DAYS[2], late=True)
+    case.archive(to=place.path("archive"), since=DAYS[0], until=DAYS[3], late=True)
     assert certify(case, place, DAYS[0], "one") == 1
     line, *_ = capsys.readouterr().out.splitlines()
     [purge] = case.operations()
@@ -259,3 +263,7 @@ def test_a_day_whose_tasks_were_purged_before_the_archive_read_them_is_not_compl
     assert f"such as operation {purge['OperationId']} at " in line
     assert "; the archive read the tasks sent from 2026-10-20T00:00:00.000000Z" in line
     assert cli.main(place.verify(*place.inputs())) == 0
+    capsys.readouterr()
+    everything = {"received": str(place.path("received/*/*.jsonl"))}
+    assert certify(case, place, DAYS[1], "two", "--allow-empty", **everything) == 1
+    assert capsys.readouterr().out.startswith("UNCERTAIN: 0 tasks delivered. A loss may be hidden: 1 purge may have")
