@@ -47,8 +47,6 @@ class JobSettings(DatabaseSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterSettings(JobSettings):
-    """Settings of `register`."""
-
     input: str = setting("", _ANY_PATH, "Input files: a path, a folder or a glob.")
     input_table: str = setting("", _ANY_TABLE, "Input table or view of Spark's catalog, instead of --input.")
     input_format: str = setting(
@@ -82,8 +80,6 @@ class RegisterSettings(JobSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveSettings(JobSettings):
-    """Settings of `archive`."""
-
     archive: str = setting(None, _FOLDER, "Folder of the archive.")
     window: float = setting(
         "1d",
@@ -100,8 +96,6 @@ class ArchiveSettings(JobSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings(JobSettings):
-    """Settings of `audit`."""
-
     received: str = setting("", _ANY_PATH, "Files of received messages: a path, a folder or a glob.")
     received_table: str = setting(
         "", _ANY_TABLE, "Table or view of Spark's catalog with received messages, instead of --received."
@@ -166,8 +160,6 @@ class AuditSettings(JobSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings(JobSettings):
-    """Settings of `replay`."""
-
     archive: str = setting(None, _FOLDER, "Folder of the archive.")
     topic: str = setting("", _ANY_TOPIC, "Only tasks with this value of Topic.")
     since: timedelta | datetime | None = setting("", _ANY_MOMENT, "Only tasks sent at or after this time.")

@@ -25,7 +25,6 @@ def required(**types: t.DataType) -> t.StructType:
 
 
 def counts(*names: str) -> t.StructType:
-    """Return columns of counts."""
     return required(**dict.fromkeys(names, _NUMBER))
 
 

@@ -12,16 +12,18 @@ from functools import lru_cache
 from typing import Any
 
 from google.api_core.exceptions import AlreadyExists
-from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
+from google.cloud.spanner_v1 import KeySet, RequestOptions
 
 from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import SECONDS, DatabaseSettings
 from outbox.rows.task_table import TaskTable, kept
 from outbox.table.connection import open_database
-from outbox.table.shared_sql import TO_SEND_INDEX, by_ids
-from outbox.table.states import LONG_AGO, TASKS_TABLE
+from outbox.table.shared_sql import by_ids
+from outbox.table.states import TASKS_TABLE
 from outbox.table.timeouts import retry_and_timeout
+from outbox_admin.tasks.selections import ENDED
+from outbox_admin.tasks.task_sql import first_ended
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
 #: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.
@@ -62,12 +64,8 @@ class Table(TaskTable):
 
     def first_ended(self) -> datetime | None:
         """Return the earliest SentAt, or None if no task is sent or cancelled."""
-        now, index, times = self.now(), self.layout.sql(TO_SEND_INDEX), []
-        for shard in self.shards:
-            keys = KeySet(ranges=[KeyRange(start_closed=[shard, LONG_AGO], end_closed=[shard])])
-            rows = self.rows(("SentAt",), keys, now, index=index, limit=1, seconds=CALL_SECONDS)
-            times += [datetime.fromisoformat(time.string_value) for (time,) in rows]
-        return min(times, default=None)
+        rows = [self.query(first_ended(state), "outbox-pipeline-first", seconds=CALL_SECONDS) for state in ENDED]
+        return min((sent_at for each in rows for (sent_at,) in each), default=None)
 
     def rows(
         self,

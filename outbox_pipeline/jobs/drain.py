@@ -173,6 +173,5 @@ class Tally(Metrics):
         self.sums: Counter[Metric] = Counter()
 
     def count(self, metric: Metric, value: int, **tags: str) -> None:
-        """See Metrics."""
         self.sums[metric] += value
         super().count(metric, value, **tags)

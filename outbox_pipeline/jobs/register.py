@@ -286,7 +286,6 @@ class _Reporter(StreamingQueryListener):
         """Do nothing."""
 
     def onQueryProgress(self, event: Any) -> None:  # noqa: N802 - Spark's name
-        """Report the outcomes of a batch."""
         if counts := event.progress.observedMetrics.get("outbox"):
             report("stream", {name: counts[name] or 0 for name in COUNTS}, event.progress.batchId)
 

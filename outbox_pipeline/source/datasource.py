@@ -155,18 +155,14 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _checked(schema: StructType) -> StructType:
     """Return the schema. Raises SettingError if it has an unknown column or a column of the wrong type."""
     for field in schema:
-        if field.name not in schemas.SOURCE.fieldNames():
-            raise SettingError(
-                f"Unknown column {field.name!r}. Known columns: {', '.join(schemas.SOURCE.fieldNames())}"
-            )
+        if field.name not in _COLUMNS:
+            raise SettingError(f"Unknown column {field.name!r}. Known columns: {', '.join(_COLUMNS)}")
         if field.dataType.simpleString() != (ours := schemas.SOURCE[field.name].dataType.simpleString()):
             raise SettingError(f"Column {field.name} is {ours}, not {field.dataType.simpleString()}")
     return schema
 
 
 class _Reading:
-    """The base class of both readers."""
-
     #: The options, and their database.
     _parsed: tuple[dict[str, Any], DatabaseSettings]
     _schema: StructType
@@ -217,7 +213,6 @@ class OutboxReader(_Reading, DataSourceReader):
         return self.planned(RowFilter((*_of_options(options), *self.filters), since, until), at)
 
     def planned(self, selection: RowFilter, at: datetime) -> Sequence[InputPartition]:
-        """Return the parts of a selection as of `at`."""
         table = self._table
         table.read_layout()
         if (ids := equal(selection.filters, "Id")) is not None:
@@ -453,7 +448,6 @@ class OutboxStreamWriter(_Writing, DataSourceStreamArrowWriter):
 
 @without_stack_trace()
 def schema_of(given: Mapping[str, str]) -> StructType:
-    """Return the columns that the options select."""
     options, _ = parse_options(given, OF_READER | _OF_WRITER)
     return StructType([schemas.SOURCE[name] for name in options.get("columns", schemas.STORED.names)])
 
