@@ -7,6 +7,8 @@ import argparse
 import base64
 import contextlib
 import dataclasses
+import signal
+import sys
 import threading
 import time
 import uuid
@@ -25,6 +27,7 @@ from google.pubsub_v1 import PubsubMessage
 
 import outbox
 from outbox.base.schedules import CALL
+from outbox.base.start import handled
 from outbox.errors import OutboxError
 from outbox.program.terminal import Escaped, as_json, complain, confirm, say, table
 from outbox.rows import backlog
@@ -123,7 +126,9 @@ def verify(options: argparse.Namespace) -> int:
         yes=options.yes,
     )
     found: dict[str, Finding] = {}
-    with _created(settings, keep=options.keep) as database:
+    # At SIGTERM, as at Ctrl-C, the database is dropped. `__main__` would end the process at once.
+    stopping = handled((signal.SIGTERM,), lambda number, _frame: sys.exit(128 + number))
+    with stopping, _created(settings, keep=options.keep) as database:
         scratch = Scratch(settings, database, options.rows)
         for number, (name, check) in enumerate(CHECKS.items(), 1):
             complain("outbox", f"{name} ({number} of {len(CHECKS)})")
@@ -148,9 +153,10 @@ def _created(settings: RelaySettings, *, keep: bool) -> Iterator[LimitedDatabase
     with schema.service_errors(f"instance {settings.instance}"):
         if database.exists():
             raise OutboxError(f"database {settings.database} exists. `verify` creates a new one: omit --database")
+        creation = database.create()  # if it is refused, there is no database of ours to drop
     try:
         with schema.service_errors(f"instance {settings.instance}"):
-            database.create().result(timeout=CREATE_SECONDS)
+            creation.result(timeout=CREATE_SECONDS)
         yield database
     finally:
         if keep:

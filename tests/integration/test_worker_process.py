@@ -4,6 +4,8 @@ import contextlib
 import json
 import logging
 import os
+import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -253,6 +255,23 @@ def test_all_checks_run_and_nothing_is_left(small: Instance, capsys: pytest.Capt
         f"{name} ({number} of {len(CHECKS)})" for number, name in enumerate(CHECKS, 1)
     ]
     assert not small.database(NAME).exists()
+
+
+def test_only_a_database_of_its_own_is_dropped(
+    small: Instance, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also at SIGTERM. One that somebody else creates after the check of its name stays."""
+    monkeypatch.setitem(CHECKS, "load", lambda _scratch: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        outbox_cli.main([*FLAGS, "--yes"])
+    assert (ended.value.code, small.database(NAME).exists()) == (143, False)
+    small.database(NAME).create().result(30)
+    monkeypatch.setattr(connection.LimitedDatabase, "exists", lambda _database: False)
+    for keep in ([], ["--keep"]):
+        assert outbox_cli.main([*FLAGS, "--yes", *keep]) == 1
+    monkeypatch.undo()
+    assert small.database(NAME).exists()
+    assert re.search("dropped|kept", capsys.readouterr().err) is None
 
 
 @pytest.mark.usefixtures("small")
