@@ -135,24 +135,28 @@ def switch(
 
 
 def apply(
-    table: TaskTable, wanted: Mapping[str, TopicControls], author: Author = UNNAMED, *, dry_run: bool = False
+    table: TaskTable, wanted: Mapping[str, Mapping[str, Any]], author: Author = UNNAMED, *, dry_run: bool = False
 ) -> Difference:
     """Replace the rows of these topics in one transaction, which records the difference. Return it.
 
-    With `dry_run` it checks the same and writes nothing. Raises SettingError if an ID and its full name, which are one
-    topic for Pub/Sub, have different controls.
+    `wanted` has values by field. A field that a topic lacks gets its default, but a pause stays: it may be of an
+    incident that the author of the values does not know. With `dry_run` it checks the same and writes nothing. Raises
+    SettingError if an ID and its full name, which are one topic for Pub/Sub, have different controls.
     """
     by_full_name: dict[str, str] = {}
-    for topic, row in wanted.items():
+    for topic, values in wanted.items():
         other = by_full_name.setdefault(topic_name(topic, table.project), topic)
-        if wanted[other] != row:
+        if wanted[other] != values:
             raise SettingError(
                 f"{other} and {topic} are the same Pub/Sub topic, but have different controls. Nothing was changed"
             )
 
     def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
-        asked = {topic: row.probe_requested_at for topic, row in before.items()}
-        return {topic: dataclasses.replace(row, probe_requested_at=asked.get(topic)) for topic, row in wanted.items()}
+        rows = [(topic, before.get(topic, NO_CONTROLS), values) for topic, values in wanted.items()]
+        return {
+            topic: TopicControls(**{"paused": row.paused, **values}, probe_requested_at=row.probe_requested_at)
+            for topic, row, values in rows
+        }
 
     return _write(table, "controls", after, author, dry_run=dry_run)
 

@@ -63,7 +63,8 @@ apply` reads such a file.
         --project my-project --instance main --database shop > topics.json"""
 APPLY_DESCRIPTION = """\
 Replace the controls of the topics in a file, in one transaction. A field that a topic
-does not have in the file gets its default. Topics that are not in the file do not change.
+does not have in the file gets its default, but a paused topic stays paused unless the file
+has `"paused": false`. Topics that are not in the file do not change.
 
     outbox topics apply topics.json --dry-run \\
         --project my-project --instance main --database shop
@@ -196,7 +197,12 @@ def _run_topics(options: argparse.Namespace) -> None:
 def _run_export(options: argparse.Namespace) -> None:
     controls = flags.open_table(options).controls()
     topics = {
-        topic: {name: value for name in FIELDS if (value := by_field(dataclasses.asdict(row))[name]) is not None}
+        # Without `"paused": false`, which would end a pause when the file is applied.
+        topic: {
+            name: value
+            for name in FIELDS
+            if (value := by_field(dataclasses.asdict(row))[name]) is not None and value is not False
+        }
         for topic, row in sorted(controls.items())
     }
     # ASCII without control characters, so that no name controls a terminal. JSON allows DEL as it is.
@@ -211,7 +217,7 @@ def _run_apply(options: argparse.Namespace) -> None:
         raise SettingError(f"{options.file!r} cannot be read as JSON: {error}. Nothing was changed") from None
     options.topics = list(wanted)
     table = _open(options, "Apply")
-    destinations = [] if options.force else [row.publish_to for row in wanted.values()]
+    destinations = [] if options.force else [values.get("publish_to") for values in wanted.values()]
     if unchecked := admin.editing.check_destinations(table, destinations):
         note(unchecked)
     difference = admin.editing.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
@@ -276,12 +282,12 @@ def _open(options: argparse.Namespace, verb: str = "") -> "admin.rows.task_table
     return table
 
 
-def parsed(value: Any) -> dict[str, TopicControls]:
-    """Return the controls by topic. Raises SettingError with the path of each wrong value."""
+def parsed(value: Any) -> dict[str, dict[str, Any]]:
+    """Return the given values by topic and field. Raises SettingError with the path of each wrong value."""
     if not (isinstance(value, dict) and value.keys() == {"topics"} and isinstance(value["topics"], dict)):
         raise SettingError('the file must be {"topics": {...}}, as `outbox topics export` prints it')
     wrong: list[str] = []
-    controls: dict[str, TopicControls] = {}
+    controls: dict[str, dict[str, Any]] = {}
     for topic, given in value["topics"].items():
         if not re.fullmatch(value_types.TOPIC.pattern, topic):
             wrong.append(f"topics.{topic:.100} is no topic. It must be {value_types.TOPIC.allowed}")
@@ -290,8 +296,8 @@ def parsed(value: Any) -> dict[str, TopicControls]:
             continue
         unknown = sorted(given.keys() - {*FIELDS})
         wrong += [f"topics.{topic:.100}.{name:.100} is unknown.{did_you_mean(name, FIELDS)}" for name in unknown]
-        controls[topic] = TopicControls(**{name: _number(name, given[name]) for name in FIELDS if name in given})
-        wrong += [f"topics.{topic}.{sentence}" for sentence in problems(controls[topic], str).values()]
+        controls[topic] = {name: _number(name, given[name]) for name in FIELDS if name in given}
+        wrong += [f"topics.{topic}.{each}" for each in problems(TopicControls(**controls[topic]), str).values()]
     if wrong:
         sentences = (each if each.endswith((".", "?")) else f"{each}." for each in wrong)
         raise SettingError(f"{' '.join(sentences)} Nothing was changed")

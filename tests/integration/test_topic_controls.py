@@ -204,7 +204,7 @@ def test_a_probe_is_asked_for_by_command_and_page(database: Database, command: C
     assert second
     assert first < second
     assert recorded(database) == ("probe", {"topics": {"orders": {}}})
-    assert json.loads(command("topics export").stdout) == {"topics": {"orders": {"paused": False}}}
+    assert json.loads(command("topics export").stdout) == {"topics": {"orders": {}}}
     file = tmp_path / "topics.json"
     file.write_text('{"topics": {"orders": {"max_in_flight": 5}}}')
     assert command(f"topics apply {file}").code == 0
@@ -263,12 +263,12 @@ EXPORTED = {
         "paused": True, "rate_per_second": 10.0, "burst": 20, "max_in_flight": 5, "publish_to": "orders-v2",
         "max_attempts": 3, "backoff_initial_seconds": 1.0, "backoff_max_seconds": 60.0, "dead_after_seconds": 0.0,
     },
-    "invoices": {"paused": False},
+    "invoices": {},
 }  # fmt: skip
 
 
 def test_an_export_can_be_applied(database: Database, command: Command, tmp_path: Path) -> None:
-    """What a file does not have is unset; a topic that is not in it stays. One record has the difference."""
+    """Other values of its topics are unset. A pause, and other topics, stay. One record has the difference."""
     file = tmp_path / "topics.json"
     file.write_text(json.dumps({"topics": EXPORTED}))
     wanted = {"orders": Controls(True, 10.0, 20, 5, "orders-v2", 3, 1.0, 60.0, 0.0), "invoices": Controls()}
@@ -287,10 +287,13 @@ def test_an_export_can_be_applied(database: Database, command: Command, tmp_path
     assert command(f"topics apply {file} --force").stdout == "0 topics changed, 2 unchanged\n"
     file.write_text('{"topics": {"orders": {"burst": 2e+01, "rate_per_second": 7}}}')
     assert command(f"topics apply {file}").code == 0
-    assert rows(database) == {**wanted, "orders": Controls(False, 7.0, 20)}
+    assert rows(database) == {**wanted, "orders": Controls(True, 7.0, 20)}
     operation, difference = recorded(database)
     assert (operation, difference["topics"]["orders"]["max_attempts"]) == ("controls", [3, None])
-    assert "burst" not in difference["topics"]["orders"]
+    assert difference["topics"]["orders"].keys().isdisjoint(("burst", "paused"))
+    file.write_text('{"topics": {"orders": {"paused": false}}}')
+    assert command(f"topics apply {file}").code == 0
+    assert rows(database) == {**wanted, "orders": Controls()}
 
 
 #: The text of a file that is wrong, and why.
