@@ -83,5 +83,5 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        why = os.strerror(error.errno or 0)
+        why = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address
         raise OutboxError(f"cannot listen at {host}, port {port}: {why}. Pass another --bind") from None

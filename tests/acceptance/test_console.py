@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import outbox_admin as admin
 from outbox.devtools.emulators import Emulators
-from outbox.errors import SettingError
+from outbox.errors import OutboxError, SettingError
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER
 from outbox_admin import console_command as console
@@ -93,6 +93,8 @@ def test_faults_of_a_start_are_one_sentence(outbox: Commands, tmp_path: Path) ->
         done = outbox.here("console", "--bind", address)
     sentence = f"cannot listen at 127.0.0.1, port {address[10:]}: Address already in use. Pass another --bind"
     assert (done.code, json.loads(done.stderr)["message"]) == (1, sentence)
+    with pytest.raises(OutboxError, match=r"^cannot listen at no-host.invalid, port 80: [^(]*not known. Pass"):
+        console._listening("no-host.invalid", 80)
     (tmp_path / "roles.json").write_text("{")
     done = outbox.here("console", "--roles", str(tmp_path / "roles.json"))
     assert done.code == 2
