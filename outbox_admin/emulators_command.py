@@ -122,7 +122,8 @@ def run_emulators(options: argparse.Namespace) -> int:
             *lines, last = _exports(variables)
             say(*lines, *WHY_NOT_MULTIPLEXED, last)
             if emulators.children or options.worker or options.env_file:
-                note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
+                data = " the emulators, which deletes all their data" if emulators.children else ""
+                note(f"Running. Press Ctrl-C to stop{data}")
                 _wait(ended)
             note("nothing to start: both variables are set, and both emulators respond")
             return 0

@@ -75,12 +75,14 @@ class TestWhereTheyAreInstalled:
         )
 
 
-def test_running_emulators_are_reported(emulators: Emulators) -> None:
-    """With both variables set there is nothing to start: the command says so, prints them, and ends."""
+def test_running_emulators_are_reported(emulators: Emulators, tmp_path: Path) -> None:
+    """With both variables set there is nothing to start: the command says so, prints them, and ends. It stops none."""
     done = here("emulators", environment=emulators.environment())
     assert done.code == 0
     assert f"export SPANNER_EMULATOR_HOST={emulators.spanner_host}\n" in done.stdout
     assert "nothing to start" in done.stderr
+    with started("outbox", "emulators", "--env-file", str(tmp_path / "env"), environment=emulators.environment()) as it:
+        it.wait_for_text("Running. Press Ctrl-C to stop\n")  # and not: which deletes all their data
 
 
 @pytest.mark.parametrize(
