@@ -59,7 +59,7 @@ class Action:
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
         selection = self._selection(visit, now)
-        found = chunks.preview(visit.console.table, selection, self.name)
+        found = chunks.preview(visit.console.table, selection, self.name, chunks.PAGE)
         return render(
             visit,
             "changes/acting",

@@ -46,13 +46,13 @@ class Preview:
 
     A group has a topic, the first line of one LastError, and a number. `refused` has numbers by state: `expired`,
     `missing`, or a state that the change is not for. Of a restore, `overtaken` tasks would follow later tasks
-    of their keys, which were sent since.
+    of their keys, which were sent since. It is None if they are not counted.
     """
 
     tasks: int
     groups: Sequence[Sequence[Any]]
     refused: Mapping[str, int]
-    overtaken: int = 0
+    overtaken: int | None = 0
 
 
 class Chunk(NamedTuple):
@@ -63,12 +63,17 @@ class Chunk(NamedTuple):
     seen: set[str]
 
 
-def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Preview:
-    """Return what the change `name` of the selection would do, as of its `as_of` or now."""
+def preview(table: TaskTable, selection: TaskSelection, name: str = "", most: float = math.inf) -> Preview:
+    """Return what the change `name` of the selection would do, as of its `as_of` or now.
+
+    Of a restore of more than `most` tasks, the overtaken ones are not counted, because that reads all of them.
+    """
     selection = previewed(table, selection)
     found = _preview_of_state(table, selection) if selection.ids is None else _preview_of_ids(table, selection)
     if name != "restore":
         return found
+    if found.tasks > most:
+        return dataclasses.replace(found, overtaken=None)
     overtaken = 0
     for chunk in chunks(table, selection):
         values = {"ids": sorted(chunk.seen)}

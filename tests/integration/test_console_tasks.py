@@ -4,6 +4,7 @@ import html
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
@@ -15,7 +16,7 @@ from outbox.rows import backlog
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER
 from outbox_admin import operations
-from outbox_admin.changes import execution, running
+from outbox_admin.changes import chunks, execution, running
 from outbox_admin.operations import Author
 from outbox_admin.status import status_pages
 from outbox_admin.tasks import selected, task_pages
@@ -434,6 +435,8 @@ def test_cancelled_tasks_are_found_and_restored(database: Database, table: TaskT
     restoring = link.replace("/tasks?", "/tasks/restore?")
     page = jane.get(restoring).text
     assert "Restore 3 tasks" in page
+    with mock.patch.object(chunks, "PAGE", 2):  # a page does not read all of many tasks
+        assert "It is not counted how many would follow later tasks" in jane.get(restoring).text
     delete(database, "task-3")  # between the preview and the form
     done = finished(table, begun(jane, restoring, reason="not wrong"))
     assert (done.tasks, rows_of(database)) == (2, {id: before[id] for id in ("task-1", "task-2")})
