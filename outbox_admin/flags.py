@@ -4,13 +4,13 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import outbox_admin as admin
 from outbox.base.values import listed
-from outbox.errors import SettingError
+from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import (
     SWITCH,
     DatabaseSettings,
@@ -21,7 +21,7 @@ from outbox.program.settings import (
     fields_of,
     flag_of,
 )
-from outbox.program.terminal import named
+from outbox.program.terminal import named, note
 from outbox_admin.value_types import TEXT
 
 #: Max bytes of a file that a user passes: the JSON of some 500,000 tasks. It is read into memory.
@@ -104,6 +104,15 @@ def author(options: argparse.Namespace) -> "admin.operations.Author":
     return admin.operations.Author(reason=options.reason)
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Print an OutboxError of the block as a note: the command has already done, or printed, what it is for."""
+    try:
+        yield
+    except OutboxError as error:
+        note(str(error))
+
+
 def read_text(file: str, source: str = "") -> str:
     """Return the text of a file, or of stdin if it is `-`. Raises SettingError, which begins with `source`."""
     named = source + ("stdin" if file == "-" else repr(file))
@@ -137,7 +146,7 @@ def command_line(command: str, *arguments: object, **given: object) -> str:
     words = [
         flag_of(name) + ("" if value is True else f"={value}")
         for name, value in given.items()
-        if value not in (None, False)
+        if value is not None and value is not False
     ]
     return shlex.join(["outbox", *command.split(), *words, *(["--", *map(str, arguments)] if arguments else [])])
 

@@ -134,9 +134,10 @@ def run_change(options: argparse.Namespace) -> int:
     outcomes = admin.execution.change(table, name, selection, author, id=id, selected=count.number)
     code = execute(table, options, name, outcomes, id, author, total=count.number, ids=selection.ids or ())
     if selection.ids is None and KINDS[options.command].ends_match:
-        came = admin.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
-        if came.number:
-            note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them")
+        with flags.noted():
+            came = admin.selected.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+            if came.number:
+                note(f"{came} match now, but not at the preview, or again. Run the command again to change them")
     return code
 
 

@@ -5,6 +5,7 @@ head of a key is dead.
 """
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -115,10 +116,15 @@ def read(table: TaskTable, backlog: Backlog, heads: int = HEADS, *, topics: Coll
 def _changes(table: TaskTable, backlog: Backlog, controls: Mapping[str, TopicControls]) -> dict[str, Operation]:
     """Return the operation that paused or limited each topic that waits for that. Raises NotReached, OutboxError."""
     found: dict[str, Operation] = {}
-    waiting = [(line.topic, {"paused"}) for line in _paused(backlog)[:SHOWN]]
-    limited = [line.topic for line in _late(backlog) if _limits(controls.get(line.topic))]
-    for topic, names in (*waiting, *((topic, {*LIMITS}) for topic in limited[:SHOWN])):
-        for each in operations.latest(table, SHOWN, topic=topic, at=backlog.as_of):
+    limited = [line for line in _late(backlog) if _limits(controls.get(line.topic))]
+    waiting = [
+        *((line.topic, {"paused"}, ("pause", "resume", "controls")) for line in _paused(backlog)[:SHOWN]),
+        *((line.topic, {*LIMITS}, ("controls",)) for line in limited[:SHOWN]),
+    ]
+    for topic, names, kinds in waiting:
+        # One read for each kind, because many changes of another kind may be newer.
+        reads = (operations.latest(table, SHOWN, operation=kind, topic=topic, at=backlog.as_of) for kind in kinds)
+        for each in sorted(itertools.chain(*reads), key=lambda each: each.started_at, reverse=True):
             match operations.parsed(each.selection):
                 case {"topics": dict(topics)} if (
                     isinstance(fields := topics.get(topic), dict) and names & fields.keys()
@@ -175,7 +181,7 @@ def _cut(found: Sequence[Problem]) -> Iterator[Problem]:
             yield Problem(each.kind, None, each.is_bad, text, Remedy("Topics", "/", {}, "topics"), number=left)
 
 
-def hold(workers: Sequence[SeenWorker], topic: str, at: datetime, controls: TopicControls | None) -> str | None:
+def why_waiting(workers: Sequence[SeenWorker], topic: str, at: datetime, controls: TopicControls | None) -> str | None:
     """Return why due tasks of a topic are not published now: a pause, an open circuit with its next probe, a limit."""
     if controls and controls.paused:
         return "the topic is paused"
@@ -240,12 +246,9 @@ def _raise_limit(topic: str) -> Remedy:
 
 def _of_keys(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Problem]:
     """Yield for each topic with blocked tasks the head that blocks most of them."""
-    heads: dict[str | None, list[BlockedHead]] = defaultdict(list)
-    for each in blocked:
-        heads[each.head.columns["Topic"] if each.head else None].append(each)
     for line in backlog.lines:
         if line.blocked:
-            found = heads[line.topic] or heads[None]
+            found = [each for each in blocked if each.topic == line.topic]
             text = f"{line.topic}: {_number(line, 'blocked', 'blocked task')}"
             text += f" behind the heads of {len(found)} ordering keys, most" if len(found) > 1 else ""
             yield _of_head(f"{text} behind", line.topic, found[0] if found else None)
@@ -276,7 +279,7 @@ def _of_dead(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Probl
 
 def _explains(problem: Problem, line: Line, blocked: Sequence[BlockedHead]) -> bool:
     if problem.kind == "blocked" and problem.topic == line.topic:
-        states = {each.head.state for each in blocked if each.head and each.head.columns["Topic"] == line.topic}
+        states = {each.head.state for each in blocked if each.head and each.topic == line.topic}
         return not states.isdisjoint(("dead", "retrying"))
     of_topic = problem.kind in ("circuit_open", "invalid_route") and problem.topic == line.topic
     return of_topic or problem.kind in ("no_worker", "shards_without_worker")

@@ -156,6 +156,10 @@ def _beyond(backlog: "admin.rows.backlog.Backlog", options: argparse.Namespace) 
             f"the oldest task has waited {spoken(age)} (topic {cell(oldest.topic)}), more than --max-age "
             f"{spoken(options.max_age)}"
         )
+    elif options.max_age is not None and any(
+        "pending" in line.at_least for line in backlog.lines if not (line.paused or line.at_limit)
+    ):
+        found.append("--max-age cannot be checked, because not all pending tasks are counted. Pass --exact")
     total = backlog.total
     for name, most in (("pending", options.max_pending), ("dead", options.max_dead)):
         if most is not None and (value := getattr(total, name)) > most:

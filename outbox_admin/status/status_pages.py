@@ -43,7 +43,7 @@ ENVIRONMENT.globals |= {
     "charts": charts,
     "differing": live_workers.differing,
     "usual": live_workers.usual,
-    "hold": problems.hold,
+    "why_waiting": problems.why_waiting,
     "open_circuits": live_workers.open_circuits,
     "OF_PART": OF_PART,
     "HEADS": HEADS,

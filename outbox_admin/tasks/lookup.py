@@ -80,6 +80,7 @@ class BlockedHead:
     """A task behind which tasks of its ordering key are blocked. `head` is None if the task does not exist."""
 
     id: str
+    topic: str
     blocked: int
     head: Task | None
 
@@ -196,7 +197,9 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
     values = {"topics": topics, "ceiling": range_limit(ranges_of(table.shards, backlog.topics())), "limit": limit}
     rows = reader.query(task_sql.blocked_heads(task_sql.listed_columns(_COLUMNS)), values)
-    return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
+    return [
+        BlockedHead(id, topic, number, _task(reader.at, row) if row[1] else None) for id, topic, number, *row in rows
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

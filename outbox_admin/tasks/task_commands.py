@@ -118,13 +118,14 @@ def _run_list(options: argparse.Namespace) -> None:
 def _note_holds(
     task_table: "admin.rows.task_table.TaskTable", tasks: "Sequence[admin.lookup.Task]", at: datetime
 ) -> None:
-    """Print for each topic with due tasks why none of them is published now. Raises NotReached, OutboxError."""
+    """Print for each topic with due tasks why none of them is published now."""
     topics = sorted({task.columns["Topic"] for task in tasks if task.state in LEFT_TO_SEND})
-    controls = task_table.controls() if topics else {}
-    workers = admin.rows.workers.live(task_table, at) if topics else []
-    for topic in topics:
-        if hold := admin.problems.hold(workers, topic, at, controls.get(topic)):
-            note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
+    with flags.noted():
+        controls = task_table.controls() if topics else {}
+        workers = admin.rows.workers.live(task_table, at) if topics else []
+        for topic in topics:
+            if why := admin.problems.why_waiting(workers, topic, at, controls.get(topic)):
+                note(f"due tasks of {escaped(topic)} wait: {escaped(why)}")
 
 
 def _tables(tasks: "Sequence[admin.lookup.Task]") -> Iterator[str]:

@@ -190,11 +190,11 @@ def counts_of_state(state: str, names: Collection[str]) -> list[str]:
 
 
 def blocked_heads(columns: str) -> str:
-    """Return the statement for the @limit heads that block most tasks: ID, number, state and `columns`."""
+    """Return the statement for the @limit heads that block most tasks: ID, topic, number, state and `columns`."""
     # All tasks behind a head are in one shard and topic. Of a head that is gone, all columns are NULL.
     return at_now(f"""
-SELECT head_id, number, {STATE_SQL}, {columns} FROM (
-  SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
+SELECT head_id, of_topic, number, {STATE_SQL}, {columns} FROM (
+  SELECT part.head_id, of_topic, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
     SELECT AS STRUCT BlockedBy AS head_id, COUNT(*) AS number FROM (
       SELECT BlockedBy FROM {TO_SEND} WHERE {OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
     WHERE BlockedBy IS NOT NULL GROUP BY BlockedBy)) AS part

@@ -225,8 +225,8 @@ def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database:
     seen = backlog.read(watch.table)
     update(database, "dead", SentAt=PAST)
     heads = lookup.blocked_heads(watch.table, seen)
-    assert [(each.id, each.blocked, each.head and each.head.state) for each in heads] == [
-        ("dead", 3, "dead"), ("gone", 2, None), ("later", 1, "scheduled"),
+    assert [(each.id, each.topic, each.blocked, each.head and each.head.state) for each in heads] == [
+        ("dead", "orders", 3, "dead"), ("gone", "orders", 2, None), ("later", "orders", 1, "scheduled"),
     ]  # fmt: skip
     assert (heads[0].head and heads[0].head.columns["LastError"]) == "not_found"
     assert [each.id for each in lookup.blocked_heads(watch.table, seen, limit=1)] == ["dead"]

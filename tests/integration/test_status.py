@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
@@ -15,14 +16,17 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached
+from outbox.program.terminal import SHOWN
 from outbox.rows import backlog
 from outbox.rows.backlog import COUNTS, Line
 from outbox.rows.task_table import TaskTable
 from outbox.table.ddl import Layout
 from outbox.table.states import NEVER
+from outbox_admin import operations
 from outbox_admin.changes import chunks
 from outbox_admin.status import problems
 from outbox_admin.tasks import selections
+from outbox_admin.topics import editing
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, SpannerStore
 from tests.support.commands import Commands
 from tests.support.commands import row as task
@@ -314,6 +318,9 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
     assert [note.startswith(f"outbox: due tasks of orders wait: {circuit}") for note in notes] == [True, False]
     assert notes[1] == "outbox: due tasks of paused wait: the topic is paused"
     assert [circuit in outbox.here("show", id).stderr for id in ("a-1", "c-1", "d-1")] == [True, False, False]
+    with mock.patch.object(problems, "why_waiting", side_effect=NotReached("no answer")):
+        listed = outbox.here("list", "--topic", "fine")
+    assert (listed.code, listed.stderr) == (0, "outbox: no answer\n")  # the command has done what it is for
     browser = console(database)
     for path in ("/task?id=a-1", "/tasks?state=pending", "/topic?name=orders"):
         assert circuit in browser.get(path).text, path
@@ -325,6 +332,15 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
     assert marked == ["batch_size=50"]  # only the one that differs from most
     assert "as soon as it can" in browser.get("/task?id=c-1").text
     assert "But the topic is paused" in browser.get("/task?id=b-1").text
+
+
+def test_a_pause_has_its_author_after_many_other_changes(database: Database, table: TaskTable) -> None:
+    insert(database, [row("waits")])
+    editing.switch(table, "pause", ["orders"], operations.Author("jane"))
+    for burst in range(1, 2 + SHOWN):
+        editing.change(table, "controls", ["orders"], {"rate_per_second": 5.0, "burst": burst})
+    found = problems.read(table, backlog.read(table)).problems
+    assert [each.by and each.by.principal for each in found if each.kind == "paused"] == ["jane"]
 
 
 def test_topics_can_be_chosen_and_found(database: Database, outbox: Commands) -> None:

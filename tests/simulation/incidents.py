@@ -164,7 +164,7 @@ class Stage:
         columns = {"Topic": row.topic, "OrderingKey": row.ordering_key, "CreatedAt": row.created_at}
         columns |= {"LastError": row.last_error}
         task: Any = SimpleNamespace(state=state_of(row, self.table.time()), columns=columns)
-        return BlockedHead(id, number, task)
+        return BlockedHead(id, row.topic, number, task)
 
 
 class IncidentTable(TaskTable):

@@ -180,6 +180,7 @@ def silent(age: float) -> SeenWorker:
 
 
 HEAD = mock.Mock(state="dead", columns={"Topic": "orders", "OrderingKey": "k", "LastError": "no", "CreatedAt": NOON})
+BEHIND = BlockedHead("a", "orders", 90, HEAD)
 LATENESS = "orders is late: its oldest task has waited 14m"
 
 
@@ -218,11 +219,11 @@ LATENESS = "orders is late: its oldest task has waited 14m"
         ({"lines": [PAUSED, PAUSED_TOO, dataclasses.replace(DEAD, topic="a")]}, "warn", {
             "orders is paused: 150 pending tasks": [], "2 dead tasks of a": [],
             "mails is paused: 150 pending tasks": []}),
-        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", {
-            "orders: 90 blocked tasks behind a": []}),
-        ({"lines": [dataclasses.replace(OLD, blocked=90, dead=1)], "blocked": [BlockedHead("a", 90, HEAD)]}, "bad", {
+        ({"lines": [BLOCKED, Line("mails", blocked=1)], "blocked": [BlockedHead("a", "orders", 90, None)]}, "warn", {
+            "orders: 90 blocked tasks behind a": [], "mails: 1 blocked task behind the heads of their keys": []}),
+        ({"lines": [dataclasses.replace(OLD, blocked=90, dead=1)], "blocked": [BEHIND]}, "bad", {
             "orders: 90 blocked tasks behind a of the key k, which is dead: no": [LATENESS]}),
-        ({"lines": [dataclasses.replace(BLOCKED, dead=2)], "blocked": [BlockedHead("a", 90, HEAD)]}, "bad", {
+        ({"lines": [dataclasses.replace(BLOCKED, dead=2)], "blocked": [BEHIND]}, "bad", {
             "orders: 90 blocked tasks behind a of the key k, which is dead: no": [], "2 dead tasks of orders": []}),
         ({"controls": {"orders": TopicControls(publish_to="no/topic")}}, "bad", {
             "orders: its route to 'no/topic' is invalid, so its tasks are not published": []}),
@@ -243,6 +244,15 @@ def test_the_worst_problems_come_first_and_each_has_its_effects(
     shown = health(Reading(status(backlog=backlog, problems=problems), 1.0))
     assert shown[0] == level
     assert level == "ok" or shown[1] == markupsafe.escape(sentences[0] + more)
+
+
+@pytest.mark.parametrize("more", [{}, {"paused": True}, {"at_limit": True}])
+def test_an_age_of_a_part_of_the_tasks_is_no_proof(more: dict[str, bool]) -> None:
+    """Of many ready tasks, only the most urgent ones are read. Topics that wait on purpose do not count."""
+    options = argparse.Namespace(max_age=60, max_pending=None, max_dead=None)
+    backlog = Backlog(NOON, (WORKER,), [NEW, dataclasses.replace(MANY, topic="mails", **more)])
+    found = status_commands._beyond(backlog, options)
+    assert found == [] if more else "Pass --exact" in found[0]
 
 
 def test_problems_that_are_not_shown_are_counted() -> None:
@@ -283,7 +293,7 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
         (PAUSED, {"changed_by": {"orders": PAUSE}}, "resume --reason=TEXT -- orders"),
         (OLD, {"controls": LIMIT, "changed_by": {"orders": PAUSE}},
             "topics set --rate=N --burst=N --reason=TEXT -- orders"),
-        (BLOCKED, {"blocked": [BlockedHead("a", 90, HEAD)]}, "retry --reason=TEXT -- a"),
+        (BLOCKED, {"blocked": [BEHIND]}, "retry --reason=TEXT -- a"),
         (DEAD, {}, "retry --state=dead --topic=orders --dry-run"),
         (OLD, {"workers": ()}, "workers"),
         (OLD, {}, "list --state=pending --topic=orders"),
@@ -295,6 +305,7 @@ def test_a_problem_says_who_did_it_and_what_to_do(line: Line, more: dict[str, An
     [problem] = find(backlog, **usual | more)
     action = problem.action
     assert command_line(action.command, *action.arguments, **action.flags) == f"outbox {command}"
+    assert command_line("status", max_pending=0, watch=False, json=True) == "outbox status --max-pending=0 --json"
     assert problem.by == more.get("changed_by", {}).get("orders")
 
 
