@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import outbox_admin as admin
 from outbox.base.values import listed
@@ -24,6 +24,8 @@ from outbox.program.settings import (
 from outbox.program.terminal import named, note
 from outbox_admin.value_types import TEXT
 
+#: The table of the database that the flags name.
+Table: TypeAlias = "admin.rows.task_table.TaskTable"
 #: Max bytes of a file that a user passes: the JSON of some 500,000 tasks. It is read into memory.
 MAX_FILE_BYTES = 250_000_000
 #: Max known topics to compare a misspelled topic with.
@@ -75,7 +77,7 @@ def command(
     return parser
 
 
-def open_table(options: argparse.Namespace) -> "admin.rows.task_table.TaskTable":
+def open_table(options: argparse.Namespace) -> Table:
     """Return the table of the database that the flags name. Raises SettingError, NotReached, SchemaDiffers."""
     return admin.rows.task_table.open_table(DatabaseSettings.read(vars(options)))
 
@@ -128,7 +130,7 @@ def read_text(file: str, source: str = "") -> str:
         raise SettingError(f"{named} is not UTF-8: {error.reason} at byte {error.start:,}") from None
 
 
-def unknown_topics(table: "admin.rows.task_table.TaskTable", unknown: Sequence[str]) -> str:
+def unknown_topics(table: Table, unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
     known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.editing.sent_lately(table)})
     return (

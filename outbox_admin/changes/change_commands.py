@@ -154,9 +154,7 @@ def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     return ids
 
 
-def _selection(
-    table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, ids: tuple[str, ...] | None
-) -> TaskSelection:
+def _selection(table: flags.Table, options: argparse.Namespace, ids: tuple[str, ...] | None) -> TaskSelection:
     """Return the tasks that the flags name, as of the preview. Raises SettingError, NotReached, OutboxError."""
     name, of_cancel = options.command, None
     if name == "restore" and ids and len(ids) == 1 and not admin.lookup.beginning_with(table, ids, 1):
@@ -181,7 +179,7 @@ def _selection(
 
 
 def _preview(
-    table: "admin.rows.task_table.TaskTable",
+    table: flags.Table,
     options: argparse.Namespace,
     selection: TaskSelection,
 ) -> int:
@@ -220,7 +218,7 @@ def _effect(options: argparse.Namespace, selection: TaskSelection) -> str:
 
 
 def _confirm(
-    table: "admin.rows.task_table.TaskTable",
+    table: flags.Table,
     options: argparse.Namespace,
     selection: TaskSelection,
     count: "admin.rows.backlog.Count",

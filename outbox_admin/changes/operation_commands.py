@@ -140,7 +140,7 @@ def run_continue(options: argparse.Namespace) -> int:
 
 
 def execute(  # noqa: PLR0917 - the operation, and how to show it
-    task_table: "admin.rows.task_table.TaskTable",
+    task_table: flags.Table,
     options: argparse.Namespace,
     name: str,
     outcomes: "Iterator[admin.execution.Outcome]",

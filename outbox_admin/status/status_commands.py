@@ -108,16 +108,14 @@ def run_status(options: argparse.Namespace) -> int:
     return 1 if beyond else 0
 
 
-def _read(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> "admin.rows.backlog.Backlog":
+def _read(task_table: flags.Table, options: argparse.Namespace) -> "admin.rows.backlog.Backlog":
     # Count far enough to decide whether --max-pending or --max-dead is exceeded.
     highest = max((each for each in (options.max_pending, options.max_dead) if each is not None), default=None)
     limit = None if highest is None else max(admin.rows.backlog.COUNT_LIMIT, highest + 1)
     return read_noted(task_table, options.topics, exact=options.exact, limit=limit)
 
 
-def read_noted(
-    task_table: "admin.rows.task_table.TaskTable", only: Sequence[str] | None, **limits: Any
-) -> "admin.rows.backlog.Backlog":
+def read_noted(task_table: flags.Table, only: Sequence[str] | None, **limits: Any) -> "admin.rows.backlog.Backlog":
     """Return the backlog, or that of some topics. Print a note if it does not have all topics, or they are unknown.
 
     Raises NotReached, OutboxError.
@@ -134,7 +132,7 @@ def read_noted(
     return dataclasses.replace(found, lines=lines, workers=[each.of_topics(only) for each in found.workers])
 
 
-def _watch(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> None:
+def _watch(task_table: flags.Table, options: argparse.Namespace) -> None:
     history: admin.last_hour.History | None = None
 
     def read() -> Escaped:
@@ -177,7 +175,7 @@ def _limits(options: argparse.Namespace) -> list[str]:
 
 
 def _rendered(
-    task_table: "admin.rows.task_table.TaskTable",
+    task_table: flags.Table,
     backlog: "admin.rows.backlog.Backlog",
     options: argparse.Namespace,
     history: "admin.last_hour.History | None" = None,

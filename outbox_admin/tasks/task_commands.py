@@ -115,9 +115,7 @@ def _run_list(options: argparse.Namespace) -> None:
         note("not all tasks were compared. Use a filter, such as --topic or --since, to see others")
 
 
-def _note_holds(
-    task_table: "admin.rows.task_table.TaskTable", tasks: "Sequence[admin.lookup.Task]", at: datetime
-) -> None:
+def _note_holds(task_table: flags.Table, tasks: "Sequence[admin.lookup.Task]", at: datetime) -> None:
     """Print for each topic with due tasks why none of them is published now."""
     topics = sorted({task.columns["Topic"] for task in tasks if task.state in LEFT_TO_SEND})
     with flags.noted():
@@ -230,7 +228,7 @@ def _run_tail(options: argparse.Namespace) -> None:
         _follow(flags.open_table(options), options)
 
 
-def _follow(task_table: "admin.rows.task_table.TaskTable", options: argparse.Namespace) -> None:
+def _follow(task_table: flags.Table, options: argparse.Namespace) -> None:
     from outbox.reading import Position, SentTasks  # noqa: PLC0415 - imports the clients
 
     now = task_table.now()

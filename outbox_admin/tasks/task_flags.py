@@ -48,9 +48,7 @@ def check_window(since: datetime | None, until: datetime | None) -> None:
         raise SettingError(f"--since {shown(since)} is not before the end, {shown(until)}: no task can match")
 
 
-def explain_none(
-    table: "admin.rows.task_table.TaskTable", selected: TaskSelection, options: argparse.Namespace
-) -> None:
+def explain_none(table: flags.Table, selected: TaskSelection, options: argparse.Namespace) -> None:
     """Print on stderr why no task matches a selection: an unknown topic, the filters, or the states."""
     if selected.topic is not None and admin.editing.unknown(table, [selected.topic]):
         note(flags.unknown_topics(table, [selected.topic]))
@@ -85,9 +83,7 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys([*options.ids, *listed]))
 
 
-def full_ids(
-    table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, wanted: Sequence[str]
-) -> tuple[str, ...]:
+def full_ids(table: flags.Table, options: argparse.Namespace, wanted: Sequence[str]) -> tuple[str, ...]:
     """Replace each prefix in `wanted` and `options.ids` with the full ID, and print each replacement on stderr.
 
     With --yes it refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
@@ -99,7 +95,7 @@ def full_ids(
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
 
 
-def full_operation_id(table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, prefix: str) -> str:
+def full_operation_id(table: flags.Table, options: argparse.Namespace, prefix: str) -> str:
     """Return the ID of the operation that begins with `prefix`, or `prefix` if there is none. See `full_ids`."""
     matches = admin.operations.beginning_with(table, prefix, MAX_MATCHES + 1) if len(prefix) >= MIN_PREFIX else []
     return _full_id("operation", prefix, matches, options) if matches else prefix

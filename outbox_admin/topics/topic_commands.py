@@ -144,9 +144,7 @@ def _run_unset(options: argparse.Namespace) -> None:
     _write(_open(options), options, {CONTROL_NAMES[name]: None for name in options.fields} or None)
 
 
-def _write(
-    table: "admin.rows.task_table.TaskTable", options: argparse.Namespace, values: dict[str, Any] | None
-) -> None:
+def _write(table: flags.Table, options: argparse.Namespace, values: dict[str, Any] | None) -> None:
     """Preview a change, ask if it routes many tasks or removes a row, and write it."""
     topics, force = options.topics, vars(options).get("force", True)
     found = admin.editing.preview(table, topics, values, exact=options.dry_run, force=force)
@@ -255,7 +253,7 @@ def _print_change(
     return len(changed)
 
 
-def _open(options: argparse.Namespace, verb: str = "") -> "admin.rows.task_table.TaskTable":
+def _open(options: argparse.Namespace, verb: str = "") -> flags.Table:
     """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic.
 
     With a `verb`, ask first if a topic is unknown; in a dry run, only print a note. Raises SettingError, NotReached,
