@@ -10,7 +10,7 @@ from outbox import rows
 from outbox.base.start import importer
 
 if TYPE_CHECKING:
-    from outbox_admin import operations
+    from outbox_admin import operations, verify
     from outbox_admin.changes import chunks, execution
     from outbox_admin.schema import reshard
     from outbox_admin.status import last_hour, live_workers, problems
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "chunks", "editing", "execution", "last_hour", "live_workers", "lookup", "operations", "problems", "reshard",
-    "rows", "selected",
+    "rows", "selected", "verify",
 ]  # fmt: skip
 __getattr__ = importer(
     __name__,
     {
-        "": "operations changes.chunks changes.execution schema.reshard status.last_hour status.live_workers "
+        "": "operations verify changes.chunks changes.execution schema.reshard status.last_hour status.live_workers "
         "status.problems tasks.lookup tasks.selected topics.editing"
     },
 )

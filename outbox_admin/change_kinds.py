@@ -8,7 +8,7 @@ from outbox.table.states import CANCELLED, STATES, UNSENT
 #: As the state of a selection by IDs: all unsent states.
 ANY_UNSENT = "unsent"
 #: As the reason of an unchanged task: it matches now, but did not at the preview.
-NEWCOMER = "newcomer"
+MATCHED_LATER = "matched_later"
 #: As the state of an unchanged task: another program has set the SentAt of a cancelled task to NULL. No worker
 #: publishes it.
 MADE_UNSENT = "cancelled_and_made_unsent"
@@ -74,7 +74,7 @@ _REASONS = {
     "missing": "not in the table",
     MADE_UNSENT: "because they are cancelled and another program set SentAt to NULL. Restore them, or "
     "cancel them again",
-    NEWCOMER: "because they match only since the preview. Run the command again",
+    MATCHED_LATER: "because they match only since the preview. Run the command again",
     **{each: f"because of a filter or the state, which is {each}" for each in (*STATES, "expired")},
 }
 

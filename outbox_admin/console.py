@@ -15,7 +15,7 @@ from outbox_admin.tasks import task_pages
 from outbox_admin.topics import topic_page
 from outbox_admin.web.application import Access
 from outbox_admin.web.console_settings import DOCS_URL, HOSTS, PATH, TEXT
-from outbox_admin.web.roles import ACTIONS, EVERYTHING, VIEWERS, Header, Iap, Identify, Role, Roles, RolesFile
+from outbox_admin.web.roles import CHANGING, EVERYTHING, VIEWERS, Header, Iap, Identify, Role, Roles, RolesFile
 from outbox_admin.web.visits import Console, Redact, Route, Shared, Visit, Work
 
 __all__ = ["Header", "Iap", "app"]
@@ -64,7 +64,7 @@ def app(
         running=Running(table),
         status=Shared(partial(status_pages.read, table)),
         actions=change_pages.ACTIONS,
-        allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
+        allowed=frozenset({Role.VIEWER, *(CHANGING if allow_actions else ()), *([Role.DATA] if show_data else ())}),
         is_production=production != "" and production in table.name,
         redact=redact,
         docs_url=docs_url,
@@ -80,7 +80,6 @@ def app(
 
 
 def routes() -> list[Route]:
-    """Return all routes of the console."""
     # A page asks for it before it sends a form: a proxy in front may have ended the session of the person.
     signed_in = Route("/signed-in", lambda _visit: PlainTextResponse("ok\n"), work=Work.LIGHT)
     subjects = (status_pages, topic_page, task_pages, change_pages)

@@ -29,7 +29,6 @@ login, and it changes nothing unless you pass --allow-actions.
 
 
 def add(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "console", "serve the outbox to a browser", DESCRIPTION, _run_console)
     ConsoleSettings.add_flags(parser)
 

@@ -61,7 +61,6 @@ def _of_kind(kind: str, text: str) -> tuple[str, str]:
 
 
 def add(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION, run_emulators)
     for name in ("Spanner", "Pub/Sub"):
         flag = f"--{name.lower().replace('/', '')}-port"

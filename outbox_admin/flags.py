@@ -36,11 +36,9 @@ class HelpFormatter(Formatter):
     """Only `outbox --help` describes the global options, and no usage line has them."""
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
-        """Add the usage line."""
         super().add_usage(usage, _own(actions), *more, **others)
 
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
-        """Add the options of a group."""
         is_of_command = " " in self._prog
         super().add_arguments(_own(actions) if is_of_command else actions)
 
@@ -97,12 +95,10 @@ def switch(parser: argparse._ActionsContainer, name: str, text: str, **more: Any
 
 
 def add_reason(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add `--reason`."""
     add(parser, "--reason", TEXT, f"Why, for the record of operations{more}", metavar="TEXT")
 
 
 def author(options: argparse.Namespace) -> "admin.operations.Author":
-    """Return who runs the command, and the reason."""
     return admin.operations.Author(reason=options.reason)
 
 
@@ -153,7 +149,7 @@ def command_line(command: str, *arguments: object, **given: object) -> str:
     return shlex.join(["outbox", *command.split(), *words, *(["--", *map(str, arguments)] if arguments else [])])
 
 
-def place(options: argparse.Namespace) -> dict[str, str | bool]:
+def database_flags(options: argparse.Namespace) -> dict[str, str | bool]:
     """Return the flags that name the database, as the user has passed them."""
     given = vars(options)
     fields = (field for field in fields_of(DatabaseSettings) if field.name in given)

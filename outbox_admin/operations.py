@@ -16,7 +16,7 @@ from outbox.errors import OutboxError
 from outbox.rows.task_table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.table.ddl import OPERATIONS
 from outbox_admin import operation_sql
-from outbox_admin.change_kinds import NEWCOMER
+from outbox_admin.change_kinds import MATCHED_LATER
 
 #: Max task IDs that the record of a selection contains.
 RECORDED_IDS = 1_000
@@ -25,7 +25,7 @@ COMPARED = 1_000
 #: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
 INTERRUPTED_AFTER = timedelta(minutes=1)
 #: As the reason of an unchanged task: the preview counted it, and it did not match any more when the change began.
-LEFT = "changed since the preview"
+NO_LONGER_MATCHED = "changed since the preview"
 #: Max reasons of unchanged tasks that a record has. The others are counted together.
 MAX_REASONS, OTHER = 20, "other reasons"
 OPERATIONS_TAG = "outbox-operations"
@@ -70,7 +70,6 @@ class Operation(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether it was finished or stopped."""
         return bool(self.finished_at or self.stopped_at)
 
     def state(self, now: datetime, *, is_here: bool = False) -> str:
@@ -146,9 +145,9 @@ class Progress:
         because they did not match any more.
         """
         *written, finished_at, selected = self._row(transaction)
-        known = {reason: number for reason, number in _unchanged(self.position).items() if reason != NEWCOMER}
+        known = {reason: number for reason, number in _unchanged(self.position).items() if reason != MATCHED_LATER}
         left = (selected or 0) - self.tasks - sum(known.values()) if counts_left else 0
-        after = self._after(0, {LEFT: left} if left > 0 else {}, self.position)
+        after = self._after(0, {NO_LONGER_MATCHED: left} if left > 0 else {}, self.position)
         if finished_at is None or written != [after.tasks, after.position, None]:
             self.check(transaction)
             update(transaction, self.id, Position=after.position, FinishedAt=COMMIT_TIMESTAMP)
@@ -229,8 +228,7 @@ def end(table: TaskTable, id: str, **columns: Any) -> None:
 
 def stop(table: TaskTable, id: str, author: Author) -> None:
     """Let no process execute a further chunk of an operation, and record who stopped it. Raises NotContinued."""
-    own = _Mark(table, id, "stop", author)
-    table.transact(OPERATIONS_TAG, lambda transaction: own.write(transaction, StoppedAt=COMMIT_TIMESTAMP))
+    _mark(table, id, "stop", author)
 
 
 def proceed(table: TaskTable, id: str, author: Author) -> None:
@@ -238,34 +236,26 @@ def proceed(table: TaskTable, id: str, author: Author) -> None:
 
     The position changes, so a process that has not noticed the stop executes no further chunk.
     """
-    own = _Mark(table, id, "continue", author)
+    _mark(table, id, "continue", author)
+
+
+def _mark(table: TaskTable, of: str, name: str, author: Author) -> None:
+    """Stop or continue an operation, and record that as an operation of its own. Raises NotContinued."""
+    own = new_id()
 
     def work(transaction: Transaction) -> None:
-        rows = transaction.read(OPERATIONS, ("Position",), KeySet(keys=[[id]]))
-        position = parsed(rows[0][0] or "{}") if rows else None
-        moved = json.dumps(position | {"by": own.id}) if isinstance(position, dict) else rows and rows[0][0]
-        own.write(transaction, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP, Position=moved)
+        rows = transaction.read(OPERATIONS, ("FinishedAt", "Position"), KeySet(keys=[[of]]))
+        if not rows or rows[0][0]:
+            raise NotContinued(f"operation {of} is finished, or does not exist")
+        columns: dict[str, Any] = {"StoppedAt": COMMIT_TIMESTAMP}
+        if name == "continue":
+            position = parsed(rows[0][1] or "{}")
+            moved = json.dumps(position | {"by": own}) if isinstance(position, dict) else rows[0][1]
+            columns = {"StoppedAt": None, "SeenAt": COMMIT_TIMESTAMP, "Position": moved}
+        update(transaction, of, **columns)
+        record(transaction, table, name, {"operation": of}, author, OperationId=own, FinishedAt=COMMIT_TIMESTAMP)
 
     table.transact(OPERATIONS_TAG, work)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Mark:
-    """A person stops or continues an operation, which is recorded as an operation of its own."""
-
-    table: TaskTable
-    of: str
-    name: str
-    author: Author
-    id: str = dataclasses.field(default_factory=new_id)
-
-    def write(self, transaction: Transaction, **columns: Any) -> None:
-        """Change the row of the operation. Raises NotContinued."""
-        if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[self.of]])) != [[None]]:
-            raise NotContinued(f"operation {self.of} is finished, or does not exist")
-        update(transaction, self.of, **columns)
-        more = {"OperationId": self.id, "FinishedAt": COMMIT_TIMESTAMP}
-        record(transaction, self.table, self.name, {"operation": self.of}, self.author, **more)
 
 
 def record(

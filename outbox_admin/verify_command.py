@@ -1,8 +1,8 @@
 """`outbox verify`: check an instance on a scratch database."""
 
-import argparse
 from typing import Any
 
+import outbox_admin as admin
 from outbox.program.settings import whole_number
 from outbox_admin import flags
 
@@ -15,17 +15,11 @@ It changes no other database, and publishes nothing.
 
 
 def add(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "verify", "check an instance on a scratch database", DESCRIPTION, run_verify)
+    title = "check an instance on a scratch database"
+    run: Any = lambda options: admin.verify.verify(options)  # noqa: E731, PLW0108 - it loads the relay, when it runs
+    parser = flags.command(commands, "verify", title, DESCRIPTION, run)
     text = "Tasks to load: {} (default 100000)"
     flags.add(parser, "--rows", whole_number(100, 10**9), text, metavar="N", default=100_000)
     flags.switch(parser, "--keep", "Keep the database for inspection")
     flags.switch(parser, "--yes", "Create the database without confirmation")
     flags.switch(parser, "--json", "Print the result and the query plans as JSON")
-
-
-def run_verify(options: argparse.Namespace) -> int:
-    """Run all checks; return 0, or 1 if one fails. Raises SettingError, NotReached, OutboxError."""
-    from outbox_admin.verify import verify  # noqa: PLC0415 - it loads the relay
-
-    return verify(options)

@@ -21,65 +21,46 @@ from outbox_admin.tasks.selections import TaskSelection
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
-sent again with the same task ID and a new message ID. Scheduled tasks are sent now.
-Pending tasks and tasks blocked by the head of their ordering key are not changed.
-Expired tasks are sent only with --include-expired. While new tasks wait, retried tasks
-get at most half of the capacity.
+sent again with the same task ID, to all subscribers. Scheduled tasks are sent now. Pending
+tasks, and tasks blocked by the head of their ordering key, are not changed.
 
-    outbox retry 0e3c... 7f21... \\
-        --project my-project --instance main --database shop
-    outbox retry --state dead --topic orders --dry-run ...
-    outbox retry --state sent --topic orders --since 2h ...
-    outbox list --state dead --error NOT_FOUND --json ... | \\
-        outbox retry --ids-file - --yes ..."""
+    outbox retry --state dead --topic orders --dry-run
+    outbox list --state dead --error NOT_FOUND --json | \\
+        outbox retry --ids-file - --yes"""
 RESEND_DESCRIPTION = """\
 Publish sent tasks again, but to another Pub/Sub topic, for example for one subscriber that
-acknowledged by mistake. Create a topic, and a subscription of this subscriber to it. The
-messages have the same bytes, attributes and task IDs. No task changes, and no other
-subscription gets a message. The tasks of an ordering key are published in order.
+acknowledged by mistake. Create a topic, and a subscription of this subscriber to it. No
+task changes, and no other subscription gets a message.
 
-    outbox resend --topic orders --since 2h --to orders-billing --dry-run \\
-        --project my-project --instance main --database shop
-    outbox resend --topic orders --since 2h --to orders-billing --rate 500 ...
-    outbox resend 0e3c... 7f21... --to orders-billing \\
-        --reason 'ticket 4711' ..."""
+    outbox resend --topic orders --since 2h --to orders-billing --dry-run
+    outbox resend 0e3c... 7f21... --to orders-billing"""
 PURGE_DESCRIPTION = """\
-Delete tasks that were sent before a time. The retention of the table deletes sent
-tasks too, typically within three days after they reach the retention age (`outbox schema`).
+Delete sent or cancelled tasks. The retention of the table deletes them, too, typically
+within three days after they reach the retention age (`outbox schema`).
 
-    outbox purge --state sent --until 30d \\
-        --project my-project --instance main --database shop
-    outbox purge --state sent --until 7d --topic orders --dry-run ...
-    outbox purge --state cancelled --topic orders ..."""
+    outbox purge --state sent --until 7d --topic orders --dry-run
+    outbox purge --state cancelled --topic orders"""
 CANCEL_DESCRIPTION = """\
-End unsent tasks of any state. Workers do not publish them any more. Their rows stay, and
-`outbox restore` makes them unsent again, until the retention of sent tasks deletes them.
-If a worker is publishing a task, the command usually waits, and then the task is sent.
-A task that is published but not marked as sent yet can be cancelled, although subscribers
-receive it: the worker logs its ID (cancelled_after_publish). The command logs each task
-ID with the reason on stderr. The next tasks of the same ordering keys are released.
+End unsent tasks of any state. Workers do not publish them any more. `outbox restore` makes
+them unsent again, until the retention of sent tasks deletes them. A task that is published
+but not marked as sent yet can be cancelled, although subscribers receive it: the worker
+logs its ID (cancelled_after_publish). The next tasks of the same ordering keys are
+released.
 
-    outbox cancel 0e3c... --reason 'order was cancelled, ticket 4711' \\
-        --project my-project --instance main --database shop
-    outbox cancel --state scheduled --topic reminders --dry-run \\
-        --reason 'sent twice' ..."""
+    outbox cancel 0e3c... --reason 'order was cancelled, ticket 4711'
+    outbox cancel --state scheduled --topic reminders --dry-run"""
 RESTORE_DESCRIPTION = """\
-Put tasks back that `outbox cancel` or the console has cancelled: those of an operation
-(`outbox operations`), or by ID. They are as they were, and those whose time has passed are
-due. A cancelled task that a worker had published already is marked as sent by the worker,
-so that it is not restored. An earlier task of an ordering key can follow later ones that
-were sent meanwhile: --dry-run counts them.
+Put cancelled tasks back: those of an operation (`outbox operations`), or by ID. They are as
+they were, and those whose time has passed are due. An earlier task of an ordering key can
+follow later ones that were sent meanwhile: --dry-run counts them.
 
-    outbox restore 1f0c... --dry-run \\
-        --project my-project --instance main --database shop
-    outbox restore 0e3c... 7f21... \\
-        --reason 'cancelled by mistake, ticket 4711' ...
-    outbox restore --state cancelled --topic reminders --since 1h --json ..."""
+    outbox restore 1f0c... --dry-run
+    outbox restore --state cancelled --topic reminders --since 1h"""
 
 COMMANDS = {
     "retry": ("send tasks again, or retry dead tasks", RETRY_DESCRIPTION),
     "purge": ("delete sent or cancelled tasks", PURGE_DESCRIPTION),
-    "cancel": ("take out unsent tasks", CANCEL_DESCRIPTION),
+    "cancel": ("cancel unsent tasks", CANCEL_DESCRIPTION),
     "restore": ("put cancelled tasks back", RESTORE_DESCRIPTION),
     "resend": ("publish sent tasks again to another topic", RESEND_DESCRIPTION),
 }
@@ -91,7 +72,6 @@ ASKS = {
 
 
 def add(commands: Any) -> None:
-    """Add the five commands to the subparsers `commands`."""
     for name, (title, description) in COMMANDS.items():
         parser = flags.command(commands, name, title, description, run_change)
         task_flags.add_ids(parser)

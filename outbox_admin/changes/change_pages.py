@@ -29,8 +29,8 @@ from outbox_admin.topics import editing
 from outbox_admin.web.roles import Refused, Role
 from outbox_admin.web.visits import Route, Visit, Work, by_fields, checked, render
 
-COUNT = whole_number(1, 2**63 - 1)
-ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
+PREVIEWED = whole_number(1, 2**63 - 1)
+OPERATION_ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +42,9 @@ class Action:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Return the states of the tasks that it is for."""
         return KINDS[self.name].states
 
     def suits(self, task: Task) -> bool:
-        """Tell whether the action is for this task."""
         return task.state in self.states and not (self.name == "retry" and is_hopeless(task.columns["LastError"]))
 
     def routes(self) -> Iterator[Route]:
@@ -59,7 +57,7 @@ class Action:
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
         selection = self._selection(visit, now)
-        found = chunks.preview(visit.console.table, selection, self.name, chunks.PAGE)
+        found = chunks.preview(visit.console.table, selection, self.name, chunks.PAGE_IDS)
         return render(
             visit,
             "changes/acting",
@@ -76,9 +74,9 @@ class Action:
         )
 
     def _begin(self, visit: Visit) -> Response:
-        count = COUNT.value(visit.query.get("count", ""), "count")
+        count = PREVIEWED.value(visit.query.get("count", ""), "count")
         selection = self._selection(visit, _preview_time(visit))
-        id = ID.value(visit.query.get("operation", ""), "operation")
+        id = OPERATION_ID.value(visit.query.get("operation", ""), "operation")
         is_destructive = self.role is Role.DESTROYER
         author = visit.author(required=is_destructive or selection.ids is None)
         if is_destructive:

@@ -1,7 +1,4 @@
-"""What a change would do, and the chunks in which it is executed.
-
-Tasks are read as of the preview (`TaskSelection.as_of`), so that a change takes none that did not match then.
-"""
+"""What a change would do, and the chunks in which it is executed."""
 
 import dataclasses
 import json
@@ -20,16 +17,16 @@ from outbox_admin.tasks import task_sql
 from outbox_admin.tasks.selected import (
     CHUNK,
     COUNT_TAG,
-    previewed,
     read_at,
     rows_of_ids,
     state_of,
     topics_of,
+    with_as_of,
 )
 from outbox_admin.tasks.selections import ENDED, TaskSelection
 
 #: Task IDs that one query reads.
-PAGE = 20 * CHUNK
+PAGE_IDS = 20 * CHUNK
 #: Max groups of tasks in a preview, the largest first.
 GROUPS = 50
 #: The place before all tasks, by parameter, and how a place is read from JSON.
@@ -68,7 +65,7 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "", most: fl
 
     Of a restore of more than `most` tasks, the overtaken ones are not counted, because that reads all of them.
     """
-    selection = previewed(table, selection)
+    selection = with_as_of(table, selection)
     found = _preview_of_state(table, selection) if selection.ids is None else _preview_of_ids(table, selection)
     if name != "restore":
         return found
@@ -105,7 +102,7 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
 def in_order_of_keys(table: TaskTable, selection: TaskSelection) -> TaskSelection:
     """Return the selection with its IDs, if it has any, in the order of their ordering keys."""
     rows: list[list[Any]] = []
-    for ids in chunked(selection.ids or (), PAGE):
+    for ids in chunked(selection.ids or (), PAGE_IDS):
         rows += table.query(change_sql.PLACES, _SELECT, {"ids": ids}, at=selection.as_of, seconds=SCAN_SECONDS)
     found = [id for id, *_ in sorted(rows, key=lambda row: (*row[2:], row[0]))]
     return dataclasses.replace(selection, ids=selection.ids and tuple(dict.fromkeys([*found, *selection.ids])))
@@ -131,7 +128,7 @@ def chunks(
         return
     topics = [] if selection.state in ENDED else topics_of(table, selection)
     for shard in table.shards[done:]:
-        values = selection.values | {"topics": topics, "shard": shard, "limit": PAGE}
+        values = selection.values | {"topics": topics, "shard": shard, "limit": PAGE_IDS}
         for place, ids in _chunks_of_shard(table, selection, values, after, limits):
             yield Chunk(json.dumps({"column": column, "done": shard, "after": place}, default=shown), ids, {*ids})
         after = {}
@@ -185,8 +182,8 @@ def _chunks_of_shard(
     statement = change_sql.next_ids(state, selection.names, by_key=by_key)
     order = change_sql.order(state, by_key=by_key)
     place: dict[str, Any] = {**{name: _FIRST[name] for name in order}, **after}
-    rows: Sequence[Any] = range(PAGE)
-    while len(rows) == PAGE:
+    rows: Sequence[Any] = range(PAGE_IDS)
+    while len(rows) == PAGE_IDS:
         given = {**values, **place, "now": selection.as_of}
         rows = table.query(statement, _SELECT, given, at=read_at(selection), seconds=SCAN_SECONDS)
         for chunk in chunked(rows, *limits, lambda row: row[0]):

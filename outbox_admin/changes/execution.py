@@ -32,14 +32,14 @@ from outbox.table.controls import NO_CONTROLS
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import CANCELLED, MARKS_FINAL_AFTER
 from outbox_admin import operations
-from outbox_admin.change_kinds import KINDS, MADE_UNSENT, NEWCOMER
+from outbox_admin.change_kinds import KINDS, MADE_UNSENT, MATCHED_LATER
 from outbox_admin.changes import change_sql, resending
 from outbox_admin.changes.chunks import Chunk, chunks, in_order_of_keys, next_chunk
 from outbox_admin.changes.resending import message
 from outbox_admin.changes.writes import WRITES
 from outbox_admin.operations import UNNAMED, Author, Operation, Progress, found
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selected import Row, condition_of, previewed
+from outbox_admin.tasks.selected import Row, condition_of, with_as_of
 from outbox_admin.tasks.selections import TaskSelection
 
 #: Max bytes of the messages that a resend publishes in one chunk.
@@ -90,7 +90,7 @@ def begin(
     change: not if the operation exists, because a form may be sent twice.
     """
     check(name, selection)
-    selection = previewed(table, selection)
+    selection = with_as_of(table, selection)
     if name in ("restore", "resend"):
         selection = in_order_of_keys(table, selection)
     if name == "resend" and selected > MAX_RESENT:
@@ -129,7 +129,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     operation, selection, progress = begun(table, id)
     author = Author(operation.principal, operation.reason)
     check(operation.operation, selection)
-    return _Change(table, operation.operation, previewed(table, selection), author).outcomes(progress)
+    return _Change(table, operation.operation, with_as_of(table, selection), author).outcomes(progress)
 
 
 def bounded(name: str, selection: TaskSelection, at: datetime) -> TaskSelection:
@@ -263,7 +263,7 @@ def _examined(name: str, row: Row, seen: Collection[str]) -> Row:
     """
     if name in ("retry", "purge") and row.state == MADE_UNSENT:
         return row._replace(matches=False)
-    return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
+    return row._replace(matches=False, state=MATCHED_LATER) if row.matches and row.id not in seen else row
 
 
 def _outcome(ids: Sequence[str], rows: Sequence[Row]) -> Outcome:

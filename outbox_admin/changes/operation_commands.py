@@ -28,21 +28,17 @@ from outbox_admin.change_kinds import KINDS, why_unchanged
 from outbox_admin.tasks import task_flags
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume,
-probe and controls of topics, reshard, replay of the pipeline, stop and continue of an
-operation, and view of a message in the console. Each line has the account, the reason, the
-selection and the number of changed tasks. A change without FINISHED is still running, or
-ended early. A filter is compared with about the last 16,000 changes.
+List the last changes, newest first, with the account, the reason, the selection and the
+number of changed tasks. A change without FINISHED is still running, or ended early. A
+filter is compared with about the last 16,000 changes.
 
-    outbox operations --project my-project --instance main --database shop
-    outbox operations --operation cancel --topic orders --principal jane ..."""
+    outbox operations --operation cancel --topic orders --principal jane"""
 CONTINUE_DESCRIPTION = """\
 Continue a retry, resend, purge, cancel or restore that was stopped or whose process is gone,
-after the last tasks that are done. `outbox operations` lists the IDs. If another
-process still works on the operation, one of them ends, and no task is changed twice.
+after the last tasks that are done. If another process still works on the operation, one of
+them ends, and no task is changed twice.
 
-    outbox operations continue 4f0c... \\
-        --project my-project --instance main --database shop"""
+    outbox operations continue 4f0c..."""
 
 HEADS = ("ID", "STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
 #: Seconds between two lines about the progress.
@@ -74,7 +70,6 @@ class Report:
 
 
 def add(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, _run_operations)
     kind = one_of(*OPERATION_NAMES)
     text = "Only operations with this name: {}"
@@ -155,13 +150,13 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     Print before, and in an error, how to continue it. Unless the record has all of the given `ids`, only the same
     command can continue. Return 1 if a task was not changed.
     """
-    again = flags.command_line("operations continue", id, **flags.place(options))
+    again = flags.command_line("operations continue", id, **flags.database_flags(options))
     command = again if len(ids) <= admin.operations.RECORDED_IDS else "the same command again"
     if total > admin.selected.CHUNK:
         note(f"if the process is killed, continue with: {command}")
     stop = functools.partial(admin.operations.stop, task_table, id, author)
     report = carry_out(outcomes, command, stop, total=total, verb=KINDS[name].verb)
-    numbers = Counter(report.unchanged.values()) + Counter({admin.operations.LEFT: report.left})
+    numbers = Counter(report.unchanged.values()) + Counter({admin.operations.NO_LONGER_MATCHED: report.left})
     if options.json:
         counts = {"tasks": report.changed, "unchanged": report.unchanged, "not_changed": numbers.total()}
         say(as_json({"operation": id, **counts}))

@@ -127,7 +127,6 @@ class Resharding:
         self._table, self._author = table, author
 
     def snapshot(self) -> LayoutStates:
-        """Return the layouts and the workers as they are now."""
         workers = self._table.query(WORKERS, _TAG)
         return LayoutStates(schema.layouts(self._table.database), self._recorded(), _polled_by(workers))
 

@@ -1,6 +1,7 @@
 """`outbox schema`: print the DDL of the outbox's tables, or create the missing ones in a database."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import outbox_admin as admin
@@ -8,9 +9,8 @@ from outbox.base.values import counted
 from outbox.program.settings import DatabaseSettings, SettingType, whole_number
 from outbox.program.terminal import Escaped, say
 from outbox.table import ddl
-from outbox.table.ddl import MAX_SHARDS
+from outbox.table.ddl import MAX_SHARDS, Layout
 from outbox_admin import flags
-from outbox_admin.schema.split_points import points
 
 SCHEMA_DESCRIPTION = "Print or create the outbox's tables, or change their number of shards."
 PRINT_DESCRIPTION = """\
@@ -46,13 +46,14 @@ gcloud with at most 100 lines at a time.
     gcloud spanner databases splits add orders --instance main \\
         --splits-file splits-aa"""
 
+#: Split points for each node, as https://docs.cloud.google.com/spanner/docs/pre-splitting-overview advises.
+POINTS_PER_NODE = 10
 SHARDS = whole_number(1, MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
 
 def add(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "schema", "print, apply, reshard or split the tables", SCHEMA_DESCRIPTION)
     actions = parser.add_subparsers(metavar="ACTION")
     printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION, _run_print)
@@ -94,6 +95,24 @@ def _run_print(options: argparse.Namespace) -> None:
 
 def _run_splits(options: argparse.Namespace) -> None:
     say(Escaped("\n".join(points(flags.open_table(options).layout, options.nodes))))
+
+
+def points(layout: Layout, nodes: int) -> Iterator[str]:
+    """Yield the lines of a file of split points, which spread a load before it comes.
+
+    It is the file of `gcloud spanner databases splits add`: between the shards of both indexes, and evenly among the
+    random IDs of the table. A point needs the whole key, INT64 values are in quotes, and a request takes at most 100
+    points: https://docs.cloud.google.com/spanner/docs/create-manage-split-points
+    """
+    begin, end = "'1970-01-01T00:00:00Z'", "'9999-12-31T00:00:00Z'"
+    to_send, in_order = (layout.sql(f"AsynchronousTasks{name}") for name in ("ToSend", "InOrder"))
+    for shard in range(1, layout.shards):
+        # After all entries of the shard before: no SentAt is so late, and the Priority is descending.
+        yield f"INDEX {to_send} ('{shard - 1}',{end},'~',{end},'0',{end})"
+    for shard in range(1, layout.shards):
+        yield f"INDEX {in_order} ('{shard}','','',{begin},{begin},'0')"  # no key is empty
+    number = max(nodes, POINTS_PER_NODE * nodes - 2 * layout.shards)
+    yield from (f"TABLE AsynchronousTasks ('{place * 16**8 // number:08x}')" for place in range(1, number))
 
 
 def _run_apply(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Charts of the last hour: what `templates/chart.html` draws as SVG, and writes as a table. Pure.
+"""Charts of the last hour: what `chart.html` draws as SVG, and writes as a table. Pure.
 
 A plot is stretched to the width of the page, so paths have no text. One minute is 10 units wide, and a plot 100 high.
 """
@@ -61,7 +61,6 @@ class Frame:
 
     @property
     def minutes(self) -> int:
-        """Return the length of the range."""
         return RANGES[self.range][0]
 
     def x(self, time: datetime) -> float:
@@ -100,7 +99,6 @@ class Chart:
         return {name: values[-self.frame.minutes :] for name, values in self.series.items()}
 
     def text(self, value: float | None) -> str:
-        """Return a value with its unit."""
         if value is None:
             return "\N{EN DASH}"
         return _duration(value) if self.is_duration else f"{value:,.0f}"

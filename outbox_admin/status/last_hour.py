@@ -93,11 +93,9 @@ class History:
         return any(each.get("topics_left_out") for each in self._histories)
 
     def published(self, topic: str | None = None) -> Values:
-        """Return the numbers of published tasks."""
         return self._counted(topic, "published")
 
     def failed(self, topic: str | None = None) -> Values:
-        """Return the numbers of failed attempts."""
         return self._counted(topic, "failed")
 
     def latency(self) -> Values:

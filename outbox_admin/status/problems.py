@@ -146,7 +146,6 @@ def find(
     """Return the problems, each with the problems that it explains: those that are bad first.
 
     Among these, the first of each kind comes first, so that forty open circuits do not hide a dead head.
-    `orphans` are shards without a worker, `blocked` heads that block tasks.
     """
     found = [
         *_of_workers(backlog, orphans), *_of_topics(backlog, controls, changed_by), *_of_keys(backlog, blocked),

@@ -23,32 +23,22 @@ from outbox_admin.tasks.task_commands import error_table, follow
 
 STATUS_DESCRIPTION = """\
 List what is wrong, the most severe first: since when, who did it, what follows, and the
-command to run. Then count the unsent tasks of each topic, and those registered (IN/MIN)
-and sent in the last minute. Show the age of the oldest task, when the next scheduled or
-retrying task will be due, the errors of unsent tasks, the topics to which a live worker
-does not publish because they fail (open circuits), and the next step of a reshard.
+command to run. Then count the unsent tasks of each topic, and show the age of the oldest
+one. A terminal shows the part that fits, the worst first.
 
-A terminal shows the part that fits, the worst first, and says what it leaves out.
+The command takes no locks. It stops counting at 10,000 tasks of each shard and topic
+(shown as >=), or earlier if many topics have many tasks. --exact counts all tasks.
 
-The command reads the index at LOW priority and takes no locks. It stops counting at
-10,000 tasks of each shard and topic (shown as >=), or earlier if many topics have many
-tasks. --exact counts all tasks.
-
-    outbox status --project my-project --instance main --database shop
-    outbox status --watch ...
-    outbox status --topic orders --topic mails ...
+    outbox status --watch
     outbox status --max-age 5m --max-pending 10000 \\
-        --max-dead 0 ... || notify-on-call
-    outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
+        --max-dead 0 || notify-on-call"""
 WORKERS_DESCRIPTION = """\
-List the live workers with their shards, their in-flight batches, the part of their
-places that these take, and the settings that differ from the defaults. A setting or
-a version that differs between live workers is marked with *. A worker reports with
-each heartbeat: every 7.5 s, or every 21 s while it waits for the change stream.
+List the live workers with their shards, their in-flight batches, and the settings that
+differ from the defaults. A setting or a version that differs between live workers is
+marked with *.
 
-    outbox workers --project my-project --instance main --database shop
-    outbox workers --check ... || notify-on-call
-    outbox workers --json ... | jq '.workers[] | {id, version, utilization}'"""
+    outbox workers --check || notify-on-call
+    outbox workers --json | jq '.workers[] | {id, version, utilization}'"""
 
 WORKER_HEADS = ("WORKER", "HOST", "VERSION", "HEARTBEAT", "SHARDS", "IN FLIGHT", "UTILIZATION", "SETTINGS")
 LINE_HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")
@@ -60,12 +50,11 @@ REFRESH_SECONDS = 5.0
 #: The columns that a narrow terminal can do without, those that it needs least first.
 LEAST = ("NEXT DUE", "IN/MIN", "SCHEDULED", "RETRYING", "SENT/MIN", "BLOCKED", "DEAD")
 NOTHING = "no unsent tasks, and no task sent in the last minute"
-COUNT = whole_number(0, 1_000_000_000)
+MAX_TASKS = whole_number(0, 1_000_000_000)
 _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add(commands: Any) -> None:
-    """Add the two commands to the subparsers `commands`."""
     parser = flags.command(commands, "status", "unsent tasks by topic", STATUS_DESCRIPTION, run_status)
     add_topics(parser)
     flags.switch(parser, "--json", "Print one JSON object instead of a table")
@@ -74,9 +63,9 @@ def add(commands: Any) -> None:
     text = "Exit code 1 if a task should first have been sent longer ago than this: {}"
     flags.add(parser, "--max-age", SECONDS, text, metavar="S")
     text = "Exit code 1 if more than N tasks are pending. --max-age and --max-pending ignore paused topics"
-    flags.add(parser, "--max-pending", COUNT, text, metavar="N")
+    flags.add(parser, "--max-pending", MAX_TASKS, text, metavar="N")
     text = "Exit code 1 if more than N tasks are dead, also in paused topics"
-    flags.add(parser, "--max-dead", COUNT, text, metavar="N")
+    flags.add(parser, "--max-dead", MAX_TASKS, text, metavar="N")
     parser = flags.command(
         commands, "workers", "live workers, their load and settings", WORKERS_DESCRIPTION, run_workers
     )
@@ -260,7 +249,9 @@ def _problem(problem: "admin.problems.Problem", options: argparse.Namespace) -> 
     return {
         **{name: getattr(problem, name) for name in names},
         "by": by and {"operation": by.id, "principal": by.principal, "reason": by.reason},
-        "command": flags.command_line(action.command, *action.arguments, **flags.place(options), **action.flags),
+        "command": flags.command_line(
+            action.command, *action.arguments, **flags.database_flags(options), **action.flags
+        ),
     }
 
 

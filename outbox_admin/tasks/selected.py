@@ -41,7 +41,7 @@ class Row(NamedTuple):
     bytes: int
 
 
-def previewed(table: TaskTable, selection: TaskSelection) -> TaskSelection:
+def with_as_of(table: TaskTable, selection: TaskSelection) -> TaskSelection:
     """Return the selection with a time of its preview: now, if it has none."""
     return dataclasses.replace(selection, as_of=selection.as_of or table.now())
 
@@ -50,8 +50,8 @@ def condition_of(selection: TaskSelection) -> str:
     """Return the selection as an SQL condition, without the IDs."""
     if selection.state == CANCELLED:  # also if another program has made it unsent
         return "CancelledBy IS NOT NULL" + task_sql.narrowed(None, selection.names)
-    unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({task_sql.HELD})"
-    state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[selection.state] if selection.state else unheld
+    not_blocked = f"NOT ({CONDITIONS['pending']}) AND NOT ({task_sql.STILL_BLOCKED})"
+    state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[selection.state] if selection.state else not_blocked
     return state + task_sql.narrowed(selection.state, selection.names)
 
 
@@ -60,7 +60,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> backlog
 
     Unless `exact`, the count stops early, as that of the backlog does.
     """
-    selection = previewed(table, selection)
+    selection = with_as_of(table, selection)
     if selection.ids is not None:
         return backlog.Count(sum(row.matches for row in rows_of_ids(table, selection, selection.ids)))
     # The ranges of sent and cancelled tasks have no topic.

@@ -36,34 +36,25 @@ from outbox_admin.tasks.message_text import readable
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
 
 LIST_DESCRIPTION = """\
-List the tasks of some states, or all unsent tasks, sorted by SentAt, or
-CreatedAt of unsent tasks. If there are more tasks than --limit, the command prints the flag
-for the next page. Tasks that are sent or registered meanwhile do not shift the pages.
---json prints one object per line.
+List the tasks of some states, or all unsent tasks, sorted by SentAt, or CreatedAt of unsent
+tasks. Tasks that are sent or registered meanwhile do not shift the pages.
 
-The command reads the index at LOW priority. Of each shard, topic and state it sorts the
-10,000 tasks that workers would send first, or fewer if there are many topics. With a
-filter besides --topic it sorts up to 1,000,000 tasks of each state. It says so if there
-are more.
+Of each shard, topic and state, the command sorts the 10,000 tasks that workers would send
+first, or fewer if there are many topics. With a filter besides --topic it sorts up to
+1,000,000 tasks of each state. It says so if there are more.
 
-    outbox list --state dead \\
-        --project my-project --instance main --database shop
-    outbox list --state sent --topic orders --since 2h --until 1h ...
-    outbox list --state dead --state retrying --newest --limit 20 ...
-    outbox list --state retrying --error NOT_FOUND --json ... | jq .id
-    outbox list --topic orders --ordering-key customer-7 ..."""
+    outbox list --state sent --topic orders --since 2h --until 1h
+    outbox list --state retrying --error NOT_FOUND --json | jq .id"""
 SHOW_DESCRIPTION = """\
 Show one task with every column, and the message that subscribers receive.
 
-    outbox show 0e3c... --project my-project --instance main --database shop
-    outbox show 0e3c... --raw ... > message.bin"""
+    outbox show 0e3c...
+    outbox show 0e3c... --raw > message.bin"""
 TAIL_DESCRIPTION = """\
 Print each task when it is sent, one per line, until Ctrl-C. The tasks of an ordering key
-are in the order in which they were published. The command only reads, so any number of
-people can run it at once.
+are in the order in which they were published.
 
-    outbox tail --project my-project --instance main --database shop
-    outbox tail --topic orders --since 15m --json ..."""
+    outbox tail --topic orders --since 15m --json"""
 
 #: The states in which LastError is the reason for the state.
 FAILING = ("dead", "retrying")
@@ -72,7 +63,6 @@ SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", 
 
 
 def add(commands: Any) -> None:
-    """Add the three commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, _run_list)
     text = "Only tasks in this state. The flag may be repeated"
     task_flags.add_state(listing, STATES, text, action="append", dest="states", default=[])

@@ -21,13 +21,11 @@ PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no othe
 
 
 def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str, **more: object) -> None:
-    """Add `--state` with `states`."""
     kind = one_of(*states)
     flags.add(parser, "--state", kind, f"{text}: {{}}", metavar="STATE", choices=states, **more)
 
 
 def add_filters(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the flags of all filters that a command has."""
     for name, each in FILTERS.items():
         if command in each.commands:
             flags.add(parser, flag_of(name), each.kind, each.help, metavar=each.metavar)

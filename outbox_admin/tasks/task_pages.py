@@ -93,7 +93,7 @@ def search(visit: Visit) -> Response:
 
 def show_one(visit: Visit) -> Response:
     """Show the task `id` without its message."""
-    task, status = _found(visit, data=False), visit.reading.value
+    task, status = _found(visit), visit.reading.value
     columns, of_key = task.columns, list[Task]()
     if columns["OrderingKey"] and task.state not in OUT_OF_KEY:
         selection = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
@@ -110,7 +110,7 @@ def show_one(visit: Visit) -> Response:
     )
 
 
-def _found(visit: Visit, *, data: bool) -> Task:
+def _found(visit: Visit, *, data: bool = False) -> Task:
     task = lookup.task(visit.console.table, visit.query.get("id", ""), data=data)
     if task is None:
         advice = "Its transaction was not committed, or it was deleted after it was sent or cancelled."
@@ -162,10 +162,10 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
 
 def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
-    task = _found(visit, data=False)
+    task = _found(visit, data=True)
     ended = {"FinishedAt": COMMIT_TIMESTAMP}
     operations.begin(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author(), **ended)
-    attributes, data = _message(visit)
+    attributes, data = _message(visit, task)
     kind, lines, more = readable(data)
     return render(
         visit,
@@ -181,10 +181,9 @@ def show_data(visit: Visit) -> Response:
     )
 
 
-def _message(visit: Visit) -> tuple[Mapping[str, str] | None, bytes]:
+def _message(visit: Visit, task: Task) -> tuple[Mapping[str, str] | None, bytes]:
     """Return the attributes, or None if there is no message, and the data."""
-    redact, task = visit.console.redact, _found(visit, data=True)
-    message = task.message
+    redact, message = visit.console.redact, task.message
     given = {} if message is None else dict(message.attributes)
     data = task.columns["Data"] if message is None else message.data
     attributes, data = redact(task.columns["Topic"], given, data) if redact else (given, data)

@@ -1,9 +1,8 @@
 """The statements that select, list and show tasks. Values are parameters.
 
 Tasks are read from ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
-CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. Only an exact count before a
-change reads all tasks that match. An alias in a WHERE clause must not equal a column name: Spanner ignores case, so
-`shard` would mean the column.
+CreatedAt). Lists and counts limit each range. A preview and an exact count read all tasks that match. An alias in a
+WHERE clause must not equal a column name: Spanner ignores case, so `shard` would mean the column.
 """
 
 import re
@@ -40,7 +39,7 @@ _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FA
 UNEXPIRED = f"NOT {_IS_EXPIRED}"
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
-HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
+STILL_BLOCKED = f"""{RANGES["blocked"][0]} AND EXISTS (
     SELECT 1 FROM {BY_ID} AS head
     WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
       AND head.SentAt IS NULL AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
@@ -209,7 +208,7 @@ SEQUENCE = f"COALESCE(Sequence, {NO_SEQUENCE})"
 def by_ids(condition: str, *, lock: bool = False) -> str:
     """Return the statement that reads tasks by @ids, at @now. With `lock`, it reads them now, and locks them.
 
-    A condition with HELD also makes a seek for the head of each deferred task.
+    A condition with STILL_BLOCKED also makes a seek for the head of each deferred task.
 
     Further states here are MADE_UNSENT and `expired`: neither blocked nor pending, and ExpiresAt has passed. The column
     before the last two is the start of the age of a task that keeps its age when it is retried: one that the workers

@@ -19,62 +19,50 @@ PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
 applications can still register tasks.
 
-    outbox pause orders --project my-project --instance main --database shop"""
+    outbox pause orders"""
 RESUME_DESCRIPTION = """\
 Resume publishing tasks of these paused topics. Their limits do not change.
 
-    outbox resume orders --project my-project --instance main --database shop"""
+    outbox resume orders"""
 TOPICS_DESCRIPTION = """\
-Show the pauses, limits, routes and retry policies of topics with their backlog. The list
-has every topic that has a row in AsynchronousTaskTopics, an unsent task, or a task sent in
-the last minute. A second list has the topics to which a live worker does not publish,
-because they fail.
+Show the pauses, limits, routes and retry policies of topics with their backlog, and the
+open circuits. The list has every topic that has a row in AsynchronousTaskTopics, an unsent
+task, or a task sent in the last minute.
 
-    outbox topics --project my-project --instance main --database shop
-    outbox topics set orders --rate 10 --burst 20 ...
-    outbox topics export ... > topics.json"""
+    outbox topics
+    outbox topics export > topics.json"""
 SET_DESCRIPTION = """\
 Set limits, the route or the retry policy of a topic. A value that you do not pass keeps
 its value.
 
 Limits apply to all live workers together. Each worker gets an equal part. Its burst and
 max in flight are at least 1. A route publishes the messages to another Pub/Sub topic.
-Tasks keep their topic, so its pause, limits and retry policy still apply. Until all
-workers have applied the route, both Pub/Sub topics can receive messages. The next failed
-attempt of a task uses the retry policy. Without a value, the setting of the worker applies.
+Until all workers have applied it, both can receive messages.
 
-    outbox topics set orders --rate 10 --burst 20 --project my-project \\
-        --instance main --database shop
-    outbox topics set orders --route orders-v2 --dry-run ...
-    outbox topics set orders --max-attempts 3 --backoff-max 60s ..."""
+    outbox topics set orders --rate 10 --burst 20
+    outbox topics set orders --route orders-v2 --dry-run"""
 UNSET_DESCRIPTION = """\
 Remove limits, the route, or values of the retry policy of a topic. Without a FIELD, remove
 all of them and its pause: the row in AsynchronousTaskTopics. Its tasks do not change.
 
-    outbox topics unset orders rate burst \\
-        --project my-project --instance main --database shop
-    outbox topics unset orders route ...
-    outbox topics unset orders ..."""
+    outbox topics unset orders rate burst
+    outbox topics unset orders"""
 EXPORT_DESCRIPTION = """\
 Print the pauses, limits, routes and retry policies of all topics as JSON. `outbox topics
 apply` reads such a file.
 
-    outbox topics export \\
-        --project my-project --instance main --database shop > topics.json"""
+    outbox topics export > topics.json"""
 APPLY_DESCRIPTION = """\
 Replace the controls of the topics in a file, in one transaction. A field that a topic
 does not have in the file gets its default, but a paused topic stays paused unless the file
 has `"paused": false`. Topics that are not in the file do not change.
 
-    outbox topics apply topics.json --dry-run \\
-        --project my-project --instance main --database shop
-    outbox topics apply topics.json ..."""
+    outbox topics apply topics.json --dry-run"""
 PROBE_DESCRIPTION = """\
 Let each worker whose circuit of the topic is open publish a probe now, instead of at the
 time that `outbox topics` shows. If it succeeds, the circuit closes.
 
-    outbox topics probe orders \\
-        --project my-project --instance main --database shop"""
+    outbox topics probe orders"""
 
 #: What becomes of a topic that is not paused.
 SWITCHED = {"resume": "resumed", "probe": "probe requested"}
@@ -84,7 +72,6 @@ SHARED = "each live worker gets an equal part. Its burst and max in flight are a
 
 
 def add(commands: Any) -> None:
-    """Add the commands to the subparsers `commands`."""
     pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, _run_switch)
     resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, _run_switch)
     showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, _run_topics)

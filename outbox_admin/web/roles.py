@@ -44,7 +44,7 @@ Identify = Callable[[Request], str]
 class Refused(Exception):
     """The answer is a page with this status, what is wrong, and what to do. Access and handlers raise it.
 
-    `field` is the name of the field of a form that has a wrong value. With `wait`, the browser loads the page again.
+    `field` is the name of the field of a form that has a wrong value. With `wait`, the answer has Retry-After.
     """
 
     def __init__(self, status: int, title: str, advice: str, field: str = "", *, wait: bool = False) -> None:
@@ -57,7 +57,7 @@ class Role(enum.StrEnum):
 
     VIEWER = "viewer"  # all pages, without message data
     DATA = "data"  # message data; each view is recorded
-    OPERATOR = "operator"  # pause, resume, probe, topic controls, retry
+    OPERATOR = "operator"  # pause, resume, probe, topic controls, retry, resend, restore, stop
     DESTROYER = "destroyer"  # cancel, purge
 
     @property
@@ -67,9 +67,9 @@ class Role(enum.StrEnum):
 
 
 #: The roles that change the outbox.
-ACTIONS = (Role.OPERATOR, Role.DESTROYER)
+CHANGING = (Role.OPERATOR, Role.DESTROYER)
 #: The roles that a role includes. Every role includes the viewer.
-_INCLUDED = {Role.DESTROYER: ACTIONS}
+_INCLUDED = {Role.DESTROYER: CHANGING}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -435,7 +435,7 @@ def test_cancelled_tasks_are_found_and_restored(database: Database, table: TaskT
     restoring = link.replace("/tasks?", "/tasks/restore?")
     page = jane.get(restoring).text
     assert "Restore 3 tasks" in page
-    with mock.patch.object(chunks, "PAGE", 2):  # a page does not read all of many tasks
+    with mock.patch.object(chunks, "PAGE_IDS", 2):  # a page does not read all of many tasks
         assert "It is not counted how many would follow later tasks" in jane.get(restoring).text
     delete(database, "task-3")  # between the preview and the form
     done = finished(table, begun(jane, restoring, reason="not wrong"))

@@ -18,7 +18,7 @@ from outbox.rows.backlog import Count
 from outbox.rows.task_table import TaskTable
 from outbox.table.states import CANCELLED, KEY_CHECK_SECONDS, NEVER, UNSENT
 from outbox_admin import operations
-from outbox_admin.change_kinds import ANY_UNSENT, KINDS, MADE_UNSENT, NEWCOMER
+from outbox_admin.change_kinds import ANY_UNSENT, KINDS, MADE_UNSENT, MATCHED_LATER
 from outbox_admin.changes import change_sql, chunks, execution
 from outbox_admin.operations import Author
 from outbox_admin.tasks import lookup, selected, task_sql
@@ -102,7 +102,7 @@ SENT = {"SentAt": PAST}
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 3)
-    monkeypatch.setattr(chunks, "PAGE", 4)
+    monkeypatch.setattr(chunks, "PAGE_IDS", 4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -248,7 +248,7 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
             outcomes += execution.resume(table, f"{of_ids}") if how == "continue" else ()
         assert changed(outcomes) == stay
         unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
-        came = dict.fromkeys(come if of_ids else (), NEWCOMER)
+        came = dict.fromkeys(come if of_ids else (), MATCHED_LATER)
         assert unchanged == dict.fromkeys(leave, "pending") | came | dict.fromkeys(go, "missing")
         operation = operations.operation(table, f"{of_ids}") or operations.latest(table, 1)[0]
         assert operation.unchanged == Counter(unchanged.values())

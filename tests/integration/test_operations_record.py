@@ -69,7 +69,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 3)
-    monkeypatch.setattr(chunks, "PAGE", 4)
+    monkeypatch.setattr(chunks, "PAGE_IDS", 4)
 
 
 def fill(database: Database, columns: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from outbox_admin.schema.reshard import (
     _polled_by,
     next_step,
 )
-from outbox_admin.schema.split_points import POINTS_PER_NODE, points
+from outbox_admin.schema.schema_commands import POINTS_PER_NODE, points
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
