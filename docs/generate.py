@@ -58,6 +58,7 @@ See [Certify a day](../pipeline/certificate.md). |
 | `outbox-pipeline drain` | `--deadline SECONDS` | The same as for `publishworker drain`. |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
 | `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
+| `outbox-pipeline replay` | `--to TOPIC` | Publish to this topic instead, and change no task. |
 | `outbox emulators` | `--spanner-port`, `--pubsub-port`, `--create`, `--ddl-file`, `--empty`, `--topic`, \
 `--subscription`, `--worker`, `--env-file` | \
 See [emulators](../guide/testing.md#emulators). |

@@ -1,5 +1,6 @@
 """The documentation agrees with the code and with the figures, and all dependencies have an allowed licence."""
 
+import argparse
 import ast
 import functools
 import importlib
@@ -21,6 +22,9 @@ from packaging.utils import canonicalize_name
 import outbox
 import outbox.testing
 from outbox.base import schedules
+from outbox_admin import cli
+from outbox_pipeline import cli as pipeline
+from publishworker.process import cli as worker
 from publishworker.process.worker_settings import RelaySettings
 from tests.faults import page as faults
 from tests.support.statements import scans
@@ -101,6 +105,26 @@ def test_generated_pages_match_the_code() -> None:
     assert {page.name for page in pages} == {*for_people, *modules, "settings.schema.json", "metadata.csv", "llms.txt"}
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each command of a parser with its flags."""
+    yield name, [flag for each in parser._actions for flag in each.option_strings if flag.startswith("--")]
+    for each in parser._actions:
+        for word, command in each.choices.items() if isinstance(each, argparse._SubParsersAction) else ():
+            yield from commands(command, f"{name} {word}")
+
+
+def test_each_flag_is_in_the_docs() -> None:
+    """Of the worker and the jobs, on the page of the settings: in a row of a setting, or of the command."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    rows = (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8").splitlines()
+    programs = {"outbox": cli, "outbox-pipeline": pipeline, "publishworker": worker}
+    for name, flags in (each for program, module in programs.items() for each in commands(module._parser(), program)):
+        words = ("| `--", f"| `{' '.join(name.split()[:2])}`", "| `outbox-pipeline JOB`")
+        places = text if name.startswith("outbox ") else "\n".join(row for row in rows if row.startswith(words))
+        missing = [flag for flag in flags if not re.search(rf"{flag}(?![-\w])", places)]
+        assert {*missing} <= {"--help", "--version"}, name
 
 
 def test_the_python_page_has_every_public_name() -> None:
