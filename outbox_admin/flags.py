@@ -21,7 +21,7 @@ from outbox.program.settings import (
     fields_of,
     flag_of,
 )
-from outbox.program.terminal import named, note
+from outbox.program.terminal import as_json, named, note, say
 from outbox_admin.value_types import TEXT
 
 #: The table of the database that the flags name.
@@ -109,6 +109,11 @@ def noted() -> Iterator[None]:
         yield
     except OutboxError as error:
         note(str(error))
+
+
+def answer(options: argparse.Namespace, value: object, *lines: str) -> None:
+    """Print `value` as one JSON object if the command has `--json`, or else the lines."""
+    say(*([as_json(value)] if options.json else lines))
 
 
 def read_text(file: str, source: str = "") -> str:

@@ -158,11 +158,7 @@ def _selection(table: flags.Table, options: argparse.Namespace, ids: tuple[str, 
     return selection
 
 
-def _preview(
-    table: flags.Table,
-    options: argparse.Namespace,
-    selection: TaskSelection,
-) -> int:
+def _preview(table: flags.Table, options: argparse.Namespace, selection: TaskSelection) -> int:
     """Print what a dry run finds, or why there is nothing to change. Return 1 if a task would be refused."""
     found, at = admin.chunks.preview(table, selection, options.command), selection.as_of
     if options.json:
@@ -198,10 +194,7 @@ def _effect(options: argparse.Namespace, selection: TaskSelection) -> str:
 
 
 def _confirm(
-    table: flags.Table,
-    options: argparse.Namespace,
-    selection: TaskSelection,
-    count: "admin.rows.backlog.Count",
+    table: flags.Table, options: argparse.Namespace, selection: TaskSelection, count: "admin.rows.backlog.Count"
 ) -> None:
     """Ask before a change of many tasks, of those of all topics, and before each cancel. Raises SettingError."""
     is_of_all = selection.ids is None and selection.topic is None and options.command in ASKS

@@ -14,15 +14,7 @@ from outbox.rows.task_table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, T
 from outbox.table.states import LONG_AGO, NO_SEQUENCE
 from outbox_admin.changes import change_sql
 from outbox_admin.tasks import task_sql
-from outbox_admin.tasks.selected import (
-    CHUNK,
-    COUNT_TAG,
-    read_at,
-    rows_of_ids,
-    state_of,
-    topics_of,
-    with_as_of,
-)
+from outbox_admin.tasks.selected import CHUNK, COUNT_TAG, read_at, rows_of_ids, state_of, topics_of, with_as_of
 from outbox_admin.tasks.selections import ENDED, TaskSelection
 
 #: Task IDs that one query reads.

@@ -123,14 +123,10 @@ def run_continue(options: argparse.Namespace) -> int:
         outcomes = admin.execution.resume(task_table, options.id)
         left = (operation.selected or 0) - (operation.tasks or 0)
         return execute(task_table, options, operation.operation, outcomes, options.id, author, total=left)
-    if options.json:
-        say(as_json(operation._asdict() | {"selection": admin.operations.parsed(operation.selection)}))
-        return 0
     of = f" of {operation.selected:,}" if operation.selected else ""
-    say(
-        f"{operation.operation} by {operation.principal}, {operation.tasks or 0:,}{of} tasks so far",
-        operation.selection,
-    )
+    text = f"{operation.operation} by {operation.principal}, {operation.tasks or 0:,}{of} tasks so far"
+    found = operation._asdict() | {"selection": admin.operations.parsed(operation.selection)}
+    flags.answer(options, found, text, operation.selection)
     return 0
 
 
@@ -157,11 +153,8 @@ def execute(  # noqa: PLR0917 - the operation, and how to show it
     stop = functools.partial(admin.operations.stop, task_table, id, author)
     report = carry_out(outcomes, command, stop, total=total, verb=KINDS[name].verb)
     numbers = Counter(report.unchanged.values()) + Counter({admin.operations.NO_LONGER_MATCHED: report.left})
-    if options.json:
-        counts = {"tasks": report.changed, "unchanged": report.unchanged, "not_changed": numbers.total()}
-        say(as_json({"operation": id, **counts}))
-    else:
-        say(f"{KINDS[name].done}: {counted(report.changed, 'task')}")
+    found = {"operation": id, "tasks": report.changed, "unchanged": report.unchanged, "not_changed": numbers.total()}
+    flags.answer(options, found, f"{KINDS[name].done}: {counted(report.changed, 'task')}")
     if name == "cancel" and report.changed:
         note(f"to take it back, run `outbox restore {id}`")
     code = explain(options, name, numbers, report.unchanged)

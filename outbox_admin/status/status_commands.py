@@ -336,13 +336,11 @@ def run_workers(options: argparse.Namespace) -> int:
     workers = [each for each in rows if each.is_live]
     differing = admin.live_workers.differing(workers)
     orphans = admin.live_workers.shards_without_worker(task_table, workers, now)
-    if options.json:
-        fields = [_fields(worker) for worker in workers]
-        say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
-    else:
-        listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
-        circuits = circuit_table(workers, now)
-        say(as_of(now, workers), *listed, *(["", circuits] if circuits else []))
+    listed = [table(WORKER_HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
+    circuits = circuit_table(workers, now)
+    found = {"as_of": now, "workers": [_fields(worker) for worker in workers]}
+    found |= {"differing": differing, "shards_without_worker": orphans}
+    flags.answer(options, found, as_of(now, workers), *listed, *(["", circuits] if circuits else []))
     known = admin.live_workers.lost(workers, [each for each in rows if not each.is_live])
     problems = [*filter(None, [known]), *_problems(workers, differing, orphans)]
     for sentence in problems:

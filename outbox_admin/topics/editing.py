@@ -68,12 +68,7 @@ class ControlsPreview:
 
 
 def preview(
-    table: TaskTable,
-    topics: Sequence[str],
-    values: Mapping[str, Any] | None,
-    *,
-    exact: bool,
-    force: bool = False,
+    table: TaskTable, topics: Sequence[str], values: Mapping[str, Any] | None, *, exact: bool, force: bool = False
 ) -> ControlsPreview:
     """Check a `change`, and return what it would do. `force` does not ask Pub/Sub for the destination of a route."""
     unchecked = None if force or not values else check_destinations(table, [values.get("publish_to")])
