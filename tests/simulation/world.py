@@ -406,7 +406,7 @@ def quiet() -> Iterator[None]:
         for name in ("publishworker", "outbox"):
             stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
         stack.enter_context(mock.patch.object(selected, "CHUNK", CHUNK))
-        stack.enter_context(mock.patch.multiple(chunks, CHUNK=CHUNK, PAGE=2 * CHUNK))
+        stack.enter_context(mock.patch.multiple(chunks, CHUNK=CHUNK, PAGE_IDS=2 * CHUNK))
         yield
 
 
