@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from statements import comment_above
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -120,7 +121,8 @@ def _definition(found: griffe.Object, module: str) -> Iterator[str]:
     if isinstance(found, griffe.Function):
         yield from _signature(found, module)
     elif isinstance(found, griffe.Attribute):
-        yield _comment(found)
+        lines = Path(str(found.filepath)).read_text(encoding="utf-8").splitlines()
+        yield comment_above(lines, found.lineno or 1)
         yield _code(f"{found.name} = {found.value}")
     yield from _docstring(found)
     if not isinstance(found, griffe.Class):
@@ -191,12 +193,6 @@ def _uses(code: str) -> Iterator[tuple[str, str, str]]:
                     yield module, node.attr, text
             elif isinstance(node, ast.Name):
                 yield from ((module, node.id, text) for module in _BY_NAME if node.id in PYTHON[module])
-
-
-def _comment(found: griffe.Attribute) -> str:
-    """Return the line above a constant or a type, which begins with `#:`."""
-    lines = Path(str(found.filepath)).read_text(encoding="utf-8").splitlines()
-    return lines[(found.lineno or 0) - 2].removeprefix("#: ")
 
 
 def _code(text: str) -> str:

@@ -51,7 +51,7 @@ def _statements(module: ModuleType) -> Iterator[tuple[str, str, str]]:
             value = {} if name.startswith("_") else getattr(module, name)
             sql = [*value.values()][-1] if isinstance(value, dict) and value else value  # the last one has all parts
             if isinstance(sql, str) and re.match(r"\s*(@\{.*\}\s*)?SELECT\b", sql):
-                yield name, _comment(lines, node.lineno), sql
+                yield name, comment_above(lines, node.lineno), sql
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             function = getattr(module, node.name)
             parameters = inspect.signature(function).parameters
@@ -62,7 +62,7 @@ def _statements(module: ModuleType) -> Iterator[tuple[str, str, str]]:
                     yield node.name, (ast.get_docstring(node) or "").split("\n")[0], sql
 
 
-def _comment(lines: list[str], line: int) -> str:
+def comment_above(lines: list[str], line: int) -> str:
     """Return the comment above a line."""
     first = line - 1
     while lines[first - 1].startswith("#"):

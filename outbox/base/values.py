@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
-#: A project ID, also with a domain (example.com:shop), or a number. Emulators accept any ID.
-PROJECT = r"[A-Za-z0-9][A-Za-z0-9.:_-]{0,99}"
+#: A project ID, in lower case, also with a domain (example.com:shop), or a number. Emulators accept any of these.
+PROJECT = r"[a-z0-9][a-z0-9.:_-]{0,99}"
 INSTANCE = r"[a-z][a-z0-9-]{1,63}"
 DATABASE = r"[a-z][a-z0-9_-]{1,29}"
 #: A topic or subscription ID: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names

@@ -21,8 +21,7 @@ PROCESSED_COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
 #: The lengths of the columns.
 MAX_CONSUMER_CHARACTERS, MAX_RECORDED_CHARACTERS = 256, 128
 
-#: What identifies a message without a task ID: with "message_id" its message ID, with "task_id" nothing: it is an
-#: error.
+#: With "message_id", its message ID identifies a message that has no task ID. With "task_id", it is refused.
 Key: TypeAlias = Literal["task_id", "message_id"]
 
 

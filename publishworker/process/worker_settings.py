@@ -16,7 +16,7 @@ from outbox.program.settings import (
 )
 from publishworker.process.healthcheck import HEARTBEAT_FILE
 
-_PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
+_PATTERN = r"(?:projects/[a-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from tests.support.commands import HOUR, SECONDS, TRACE, Commands, control_codes
 from tests.support.fakes import serialized
 from tests.support.operations import insert, rows_of, update
 from tests.support.processes import Finished, Process, run
-from tests.support.proxy import hanging, refusing
+from tests.support.proxy import hanging, silent_port
 from tests.support.pubsub import PubSub
 from tests.support.relays import register, unsent, worker
 from tests.support.rpc import Forwarding
@@ -120,12 +120,12 @@ def test_a_missing_database_or_instance_is_exit_code_3(emulators: Emulators, dat
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("away", "commands"), [(refusing, ALL), (hanging, SOME)])
+@pytest.mark.parametrize(("away", "commands"), [(silent_port, ALL), (hanging, SOME)])
 def test_a_spanner_that_does_not_answer_is_exit_code_3_in_time(
-    emulators: Emulators, database: Database, away: Callable[[str], AbstractContextManager[str]], commands: list[str]
+    emulators: Emulators, database: Database, away: Callable[[], AbstractContextManager[str]], commands: list[str]
 ):
     """Each command says so and where to look."""
-    with away(emulators.spanner_host) as host:
+    with away() as host:
         found = all_at_once(Commands(emulators, database, host), [*commands, "schema apply"])
     assert_refused(found, 3, "Spanner did not answer", "Check the network")
 

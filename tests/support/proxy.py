@@ -212,16 +212,10 @@ def silent_port() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def refusing(_target: str) -> Iterator[str]:
-    with silent_port() as host:
-        yield host
-
-
-@contextlib.contextmanager
-def hanging(target: str) -> Iterator[str]:
-    with Proxy(target) as proxy:
-        proxy.hang()
-        yield proxy.address
+def hanging() -> Iterator[str]:
+    with _bound(0) as listener:
+        listener.listen()
+        yield f"{LOOPBACK}:{listener.getsockname()[1]}"
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ NAIVE = datetime(2026, 1, 1)  # noqa: DTZ001 - without a zone, on purpose
 BAD_TEXT = "\ud800"
 NO_NAME = (
     "is not a name that Pub/Sub allows. It must be a topic ID or projects/PROJECT/topics/ID. An ID has 3 to 255 "
-    "letters, digits or characters of -._~+%, and begins with a letter, but not with 'goog'"
+    "letters, digits or characters of -._~+%, and begins with a letter, but not with 'goog'. A project ID is "
+    "in lower case"
 )
 GOOG = "begins with 'goog', which Pub/Sub reserves"
 NO_UNICODE = "is not valid Unicode: surrogates not allowed at position 0"
@@ -88,7 +89,10 @@ INVISIBLE = "has an invisible character, such as a line break, or a space at its
 #: By the argument: a value, and the sentence of the refusal.
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "topic": [
-        *((name, f"topic '{name}' {NO_NAME}") for name in ("ab", "google", "1abc", "a" * 256, "a/b/c")),
+        *(
+            (name, f"topic '{name}' {NO_NAME}")
+            for name in ("ab", "google", "1abc", "a" * 256, "a/b/c", "projects/My/topics/abc")
+        ),
         ("a" * 999, f"topic '{'a' * 300}' {NO_NAME}"),
         ("orders\n", f"topic 'orders\\n' {NO_NAME}"),
         (7, "topic is int. It must be a str"),

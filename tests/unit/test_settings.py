@@ -51,7 +51,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     # A worker with a project that topics do not allow would make all of its tasks dead.
     "project": (
         "a Google Cloud project ID",
-        ("", "-p", "a/b", "p" * 101),
+        ("", "-p", "a/b", "My-project", "p" * 101),
         ("p", "p2", "7", "my_project", "example.com:shop", "123456789012"),
     ),
     "database": ("2 to 30 characters of a-z", ("Orders!", "d" * 31), ()),
