@@ -293,7 +293,7 @@ def _priority(priority: int) -> int:
 
 
 def _times(available_at: datetime | None, expires_at: datetime | None) -> tuple[datetime | None, datetime | None]:
-    available, expires = _utc("available_at", available_at), _utc("expires_at", expires_at)
+    available, expires = aware("available_at", available_at), aware("expires_at", expires_at)
     if available is not None and available >= NEVER:
         raise InvalidMessage(f"available_at {available_at} is not before {NEVER}")
     if available is not None and expires is not None and expires <= available:
@@ -301,7 +301,8 @@ def _times(available_at: datetime | None, expires_at: datetime | None) -> tuple[
     return available, expires
 
 
-def _utc(name: str, time: datetime | None) -> datetime | None:
+def aware(name: str, time: datetime | None) -> datetime | None:
+    """Return a time in UTC. Raises InvalidMessage: it is no time with a time zone."""
     if time is None:
         return None
     if not isinstance(time, datetime) or time != time:  # noqa: PLR0124 - pandas.NaT is a datetime

@@ -273,7 +273,7 @@ def address_of(endpoint: str, emulator_variable: str) -> tuple[str, str | None]:
     return "", emulator_address(emulator_variable)
 
 
-PROJECT_ID = matching(PROJECT, "a Google Cloud project ID")
+PROJECT_ID = matching(PROJECT, "a Google Cloud project ID, in lower case")
 INSTANCE_ID = matching(INSTANCE, "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
 DATABASE_ID = matching(DATABASE, "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
 

@@ -243,7 +243,7 @@ class RedeliveringSubscriber:
         """
         #: Messages that stay in order, by their ordering key; a message without a key is alone.
         self._lanes: dict[str | int, list[PubsubMessage]] = {}
-        for number, each in enumerate(messages):
+        for number, each in enumerate(messages if isinstance(messages, Iterable) else [messages]):
             if not isinstance(each, PubsubMessage):
                 raise TypeError(f'messages has {class_name(each)}. Pass PubsubMessages, as from published("orders")')
             self._lanes.setdefault(each.ordering_key or number, []).append(each)

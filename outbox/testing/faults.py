@@ -27,13 +27,13 @@ _RETRY_INFO = RetryInfo(retry_delay=Duration(nanos=1_000_000)).SerializeToString
 P = ParamSpec("P")
 
 
-def _block(function: Callable[P, Iterator[None]]) -> "Callable[P, AbstractContextManager[None, None]]":
+def block(function: Callable[P, Iterator[None]]) -> "Callable[P, AbstractContextManager[None, None]]":
     """Return a function for `with`, which warns at the line of a call without it."""
     begin = contextmanager(function)
 
     def ended(generator: Generator[None]) -> None:
         if inspect.getgeneratorstate(generator) == inspect.GEN_CREATED:
-            text = f"faults.{function.__name__} was called without `with`, so it has no effect"
+            text = f"{function.__name__} was called without `with`, so it has no effect"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     @wraps(function)
@@ -45,7 +45,7 @@ def _block(function: Callable[P, Iterator[None]]) -> "Callable[P, AbstractContex
     return call
 
 
-@_block
+@block
 def abort_next_commit(times: int = 1) -> Iterator[None]:
     """Answer the next `times` commits in the block with ABORTED. Their transactions are rolled back and run again.
 
@@ -70,7 +70,7 @@ def abort_next_commit(times: int = 1) -> Iterator[None]:
         raise AssertionError(f"{times - left} of {times} transactions were committed in the block")
 
 
-@_block
+@block
 def delay_commits(seconds: float) -> Iterator[None]:
     """Delay each commit in the block by `seconds`, and keep the locks of its transaction meanwhile."""
     real = SpannerClient.commit

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from difflib import get_close_matches
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -27,16 +27,18 @@ from google.pubsub_v1 import PublisherClient as GeneratedClient
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PublishRequest, PubsubMessage
 
-from outbox.base.values import counted, listed, plain, topic_name
+from outbox.base.values import counted, listed, topic_name
 from outbox.devtools import resources
 from outbox.errors import OutboxError
-from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.message import TASK_ID_ATTRIBUTE, check_topic
 from outbox.program.channels import channel, emulator_host, open_pubsub
 from outbox.program.settings import DatabaseSettings
+from outbox.registration import aware
 from outbox.table import ddl
 from outbox.table.controls import NO_CONTROLS, TopicControls, problems
 from outbox.table.shared_sql import at_now
 from outbox.table.states import NEVER
+from outbox.testing.faults import block
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.worker_settings import RelaySettings
@@ -169,13 +171,10 @@ class OutboxRelay:
                 the database. No task changes its `available_at` or `expires_at` because of it.
 
         Raises:
-            ValueError: `now` has no time zone.
+            ValueError: `now` is no time with a time zone.
         """
-        if now is not None:
-            if now.utcoffset() is None:
-                raise ValueError(f"now {now} has no time zone; give one, such as datetime.now(UTC) + ...")
-            now = min(now, LATEST).astimezone(UTC)
-        self._now, self._has_drained = now, True
+        time = aware("now", now)
+        self._now, self._has_drained = time and min(time, LATEST), True
         controls = self._store.discover((), ()).controls
         for topic in topics_to_send(self._store):
             to = controls.get(topic, NO_CONTROLS).publish_to or topic
@@ -204,7 +203,7 @@ class OutboxRelay:
                 nothing was published because the test has not called `drain`, or because `topic` is misspelled.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
-        name = topic_name(plain(topic), self._settings.project)
+        name = topic_name(check_topic(topic), self._settings.project)
         self._expected[name] = foreign
         messages, expected = self._messages[name], self._publisher.counts[name]
         empty_pulls = 0
@@ -290,7 +289,7 @@ class OutboxRelay:
                 self._foreign[name].append(each.data)
         return bool(received)
 
-    @contextlib.contextmanager
+    @block
     def losing_publish_answers(self) -> Iterator[None]:
         """Lose the answers to publish requests in the block: the messages are published, and the relay sees a failure.
 

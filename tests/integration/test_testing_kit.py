@@ -209,9 +209,14 @@ def test_tasks_that_fail_stop_no_drain(outbox_database, outbox_relay, published)
     assert (drained.published, drained.failed, [message.data for message in published("orders")]) == (1, 3, [b"valid"])
 
 
-def test_a_time_without_a_zone_is_refused(outbox_relay):
-    with pytest.raises(ValueError, match="has no time zone"):
-        outbox_relay.drain(now=datetime(2030, 1, 1))
+def test_a_wrong_argument_is_refused(outbox_relay, published):
+    for now in (datetime(2030, 1, 1), timedelta(days=1)):
+        with pytest.raises(ValueError, match=r"^now (.* has no time zone|is datetime.timedelta)"):
+            outbox_relay.drain(now=now)
+    with pytest.raises(ValueError, match=r"^topic is list. It must be a str"):
+        published(["orders"])
+    with pytest.warns(RuntimeWarning, match=r"^losing_publish_answers was called without `with`"):
+        outbox_relay.losing_publish_answers()
 
 
 def test_a_large_message_arrives(outbox_database, outbox_relay, published):

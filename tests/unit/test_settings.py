@@ -50,7 +50,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "log_format": ("auto, json or text", ("xml",), ()),
     # A worker with a project that topics do not allow would make all of its tasks dead.
     "project": (
-        "a Google Cloud project ID",
+        "a Google Cloud project ID, in lower case",
         ("", "-p", "a/b", "My-project", "p" * 101),
         ("p", "p2", "7", "my_project", "example.com:shop", "123456789012"),
     ),

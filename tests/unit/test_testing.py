@@ -204,14 +204,14 @@ def test_what_is_no_subscriber_and_no_message_is_named() -> None:
         RedeliveringSubscriber(tasks(1)).deliver(handler.process)
     transaction = RecordingTransaction()
     outbox.register(transaction, "orders", b"")
-    for given, kind in (("orders", "str"), (transaction.tasks, r"outbox\.testing\.RegisteredTask")):
+    for given, kind in (("orders", "str"), (messages, "function"), (transaction.tasks, r"outbox\.testing\.RegisteredTask")):
         with pytest.raises(TypeError, match=rf"^messages has {kind}\. Pass PubsubMessages, as from published"):
             RedeliveringSubscriber(given)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_fault_without_with_is_a_warning_at_its_line() -> None:
     for call in (faults.abort_next_commit, faults.delay_commits):
-        with pytest.warns(RuntimeWarning, match=rf"^faults\.{call.__name__} was called without `with`") as caught:
+        with pytest.warns(RuntimeWarning, match=rf"^{call.__name__} was called without `with`") as caught:
             call(1)
         assert [each.filename for each in caught] == [__file__]
         with warnings.catch_warnings(action="error"), contextlib.suppress(AssertionError), call(1):
