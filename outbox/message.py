@@ -77,8 +77,8 @@ def _checked_topic(topic: str) -> str:
     if not _TOPIC.fullmatch(topic):
         raise InvalidMessage(
             f"topic {topic[:300]!r} is not a name that Pub/Sub allows. It must be a topic ID or "
-            "projects/PROJECT/topics/ID. An ID has 3 to 255 letters, digits or characters of -._~+%, and begins with a "
-            "letter, but not with 'goog'. A project ID is in lower case"
+            "projects/PROJECT/topics/ID, PROJECT in lower case. An ID has 3 to 255 letters, digits or characters of "
+            "-._~+%, and begins with a letter, but not with 'goog'"
         )
     return topic
 

@@ -29,9 +29,8 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NAIVE = datetime(2026, 1, 1)  # noqa: DTZ001 - without a zone, on purpose
 BAD_TEXT = "\ud800"
 NO_NAME = (
-    "is not a name that Pub/Sub allows. It must be a topic ID or projects/PROJECT/topics/ID. An ID has 3 to 255 "
-    "letters, digits or characters of -._~+%, and begins with a letter, but not with 'goog'. A project ID is "
-    "in lower case"
+    "is not a name that Pub/Sub allows. It must be a topic ID or projects/PROJECT/topics/ID, PROJECT in lower case. An "
+    "ID has 3 to 255 letters, digits or characters of -._~+%, and begins with a letter, but not with 'goog'"
 )
 GOOG = "begins with 'goog', which Pub/Sub reserves"
 NO_UNICODE = "is not valid Unicode: surrogates not allowed at position 0"
