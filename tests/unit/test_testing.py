@@ -204,7 +204,8 @@ def test_what_is_no_subscriber_and_no_message_is_named() -> None:
         RedeliveringSubscriber(tasks(1)).deliver(handler.process)
     transaction = RecordingTransaction()
     outbox.register(transaction, "orders", b"")
-    for given, kind in (("orders", "str"), (messages, "function"), (transaction.tasks, r"outbox\.testing\.RegisteredTask")):
+    of_kinds = (("orders", "str"), (messages, "function"), (transaction.tasks, r"outbox\.testing\.RegisteredTask"))
+    for given, kind in of_kinds:
         with pytest.raises(TypeError, match=rf"^messages has {kind}\. Pass PubsubMessages, as from published"):
             RedeliveringSubscriber(given)  # type: ignore[arg-type]  # wrong on purpose
 
