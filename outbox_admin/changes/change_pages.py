@@ -18,13 +18,14 @@ from outbox.base.values import shown
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import MOMENT, matching, resolved, whole_number
 from outbox_admin import operations, value_types
+from outbox_admin.advice import HOPELESS, is_hopeless
 from outbox_admin.change_kinds import KINDS, why_unchanged
 from outbox_admin.changes import chunks, execution
 from outbox_admin.operations import Operation
 from outbox_admin.tasks import selected
 from outbox_admin.tasks.lookup import Task
 from outbox_admin.tasks.selections import TaskSelection
-from outbox_admin.tasks.task_filters import HOPELESS, address_of, command_of, is_hopeless, selection_of
+from outbox_admin.tasks.task_filters import address_of, command_of, selection_of
 from outbox_admin.topics import editing
 from outbox_admin.web.roles import Refused, Role
 from outbox_admin.web.visits import Route, Visit, Work, by_fields, checked, render

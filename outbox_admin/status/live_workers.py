@@ -46,17 +46,28 @@ def open_circuits(workers: Sequence[SeenWorker]) -> list[Circuit]:
 
 def usual(workers: Sequence[SeenWorker], name: str) -> str | None:
     """Return the value of a setting, or of `version`, that more than half of the live workers with Info have."""
-    known = [each.text("version") if name == "version" else str(each.settings.get(name, "default")) for each in workers]
+    known = [_value(each, name) for each in workers]
     value, number = Counter(known).most_common(1)[0] if known else ("", 0)
     return value if 2 * number > len(known) else None
 
 
 def differing(workers: Sequence[SeenWorker]) -> dict[str, list[str]]:
     """Return the settings, and `version`, that differ between workers with Info, each with its values."""
-    known = [{**worker.settings, "version": worker.text("version")} for worker in workers if worker.info]
-    names = sorted({name for values in known for name in values})
-    values = {name: sorted({str(each.get(name, "default")) for each in known}) for name in names[:MAX_ITEMS]}
+    known = [worker for worker in workers if worker.info]
+    names = sorted({name for worker in known for name in (*worker.settings, "version")})
+    values = {name: sorted({_value(each, name) for each in known}) for name in names[:MAX_ITEMS]}
     return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def unusual_first(workers: Sequence[SeenWorker]) -> list[tuple[SeenWorker, list[str]]]:
+    """Return each worker with what differs from the usual: first those with a difference, a circuit or no Info."""
+    values = {name: usual(workers, name) for name in differing(workers)}
+    found = [(each, [name for name in values if _value(each, name) != values[name]]) for each in workers]
+    return sorted(found, key=lambda pair: not (pair[1] or pair[0].circuits or not pair[0].info))
+
+
+def _value(worker: SeenWorker, name: str) -> str:
+    return worker.text("version") if name == "version" else str(worker.settings.get(name, "default"))
 
 
 def shards_without_worker(table: TaskTable, workers: Sequence[SeenWorker], at: datetime) -> list[int] | None:

@@ -19,6 +19,7 @@ from outbox.rows.workers import SeenWorker
 from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls, stated
 from outbox.table.controls import problems as invalid
 from outbox_admin import operations
+from outbox_admin.advice import is_hopeless
 from outbox_admin.operations import Operation
 from outbox_admin.schema.reshard import Resharding, RunningReshard
 from outbox_admin.status.live_workers import lost, open_circuits, shards_without_worker
@@ -56,8 +57,8 @@ class Remedy:
 class Problem:
     """A problem. If `is_bad`, tasks are not sent in time, or at all. `topic` is None if it is about several topics.
 
-    `effects` are the problems that it explains, `by` is the change of an operator that caused it, if that is recorded.
-    `number` is above 1 for the last one of a kind: so many more are not shown.
+    `error` is why tasks fail, `effects` are the problems that it explains, `by` is the change of an operator that
+    caused it, if that is recorded. `number` is above 1 for the last one of a kind: so many more are not shown.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Problem:
     effects: Sequence[str] = ()
     by: Operation | None = None
     number: int = 1
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ def _of_topics(
     for topic, control in controls.items():
         if "publish_to" in invalid(control):
             text = f"{topic}: its route to {control.publish_to!r:.300} is invalid, so its tasks are not published"
-            action = Remedy("Change the route", "/topic", {"name": topic}, "topics unset", [topic, "route"])
+            action = Remedy("Change the route", "/topic", {"name": topic, "edit": "1"}, "topics unset", [topic, "route"])
             yield Problem("invalid_route", topic, True, text, action)
     for each in open_circuits(backlog.workers):
         control = controls.get(each.topic, NO_CONTROLS)
@@ -223,7 +225,7 @@ def _of_topics(
         text = f"{each.topic}{route}: circuit open for {spoken(seconds)}: {each.reason}"
         query, flags = {"name": each.topic}, {"reason": "TEXT"}
         action = Remedy("Probe now", "/topic/probe", query, "topics probe", [each.topic], flags, is_form=True)
-        yield Problem("circuit_open", each.topic, False, text, action, each.since)
+        yield Problem("circuit_open", each.topic, False, text, action, each.since, error=each.reason)
     for line in _paused(backlog):
         by = changed_by.get(line.topic)
         tasks = ", ".join(_number(line, name, f"{name} task") for name in _STATES if getattr(line, name))
@@ -240,7 +242,7 @@ def _of_topics(
 
 def _raise_limit(topic: str) -> Remedy:
     flags = {"rate": "N", "burst": "N", "reason": "TEXT"}
-    return Remedy("Raise the limit", "/topic", {"name": topic}, "topics set", [topic], flags)
+    return Remedy("Raise the limit", "/topic", {"name": topic, "edit": "1"}, "topics set", [topic], flags)
 
 
 def _of_keys(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Problem]:
@@ -260,9 +262,12 @@ def _of_head(text: str, topic: str, first: BlockedHead | None) -> Problem:
     columns, state = first.head.columns, first.head.state
     error = f": {columns['LastError']:.200}" if columns["LastError"] else ""
     text = f"{text} {first.id} of the key {columns['OrderingKey']}, which is {state}{error}"
-    retry = Remedy("Retry the head", "/tasks/retry", {"id": first.id}, "retry", [first.id], {"reason": "TEXT"})
-    action = retry if state in ("dead", "retrying") else page
-    return Problem("blocked", topic, state == "dead", text, action, columns["CreatedAt"])
+    name = "cancel" if is_hopeless(columns["LastError"]) else "retry"
+    title, query = f"{name.capitalize()} the head", {"id": first.id}
+    change = Remedy(title, f"/tasks/{name}", query, name, [first.id], {"reason": "TEXT"})
+    action = change if state in ("dead", "retrying") else page
+    is_dead, known = state == "dead", columns["LastError"] or ""
+    return Problem("blocked", topic, is_dead, text, action, columns["CreatedAt"], error=known)
 
 
 def _of_dead(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import SECONDS, flag_of, whole_number
 from outbox.program.terminal import Escaped, as_json, bars, cell, joined, named, note, say, shortened, table
 from outbox_admin import flags, value_types
+from outbox_admin.advice import section
 from outbox_admin.tasks.task_commands import error_table, follow
 
 STATUS_DESCRIPTION = """\
@@ -178,6 +179,7 @@ def _rendered(
     # A line that is too long takes several. At least one card is shown.
     sizes = accumulate(sum(1 + len(line) // width for line in card) for card in cards)
     number = max(1, sum(size <= most * 0.6 for size in sizes))
+    more = sum(each.number for each in status.problems[number:])
     parts = [
         as_of(backlog.as_of, backlog.workers),
         *(["", "PROBLEMS"] if cards else []),
@@ -190,7 +192,7 @@ def _rendered(
         "reshard": cell(str(status.reshard or "")),
     }
     topics, left_out = _topics(status, max(4, (most - len(parts)) / (2 if any(others.values()) else 1)))
-    left_out = [counted(len(cards) - number, "problem"), *left_out] if number < len(cards) else left_out
+    left_out = [counted(more, "problem"), *left_out] if more else left_out
     parts += ["", *topics.split("\n")]
     for name, text in others.items():
         if text and len(parts) + text.count("\n") + 2 > most:
@@ -248,6 +250,7 @@ def _problem(problem: "admin.problems.Problem", options: argparse.Namespace) -> 
     by, action = problem.by, problem.action
     return {
         **{name: getattr(problem, name) for name in names},
+        "advice": section(problem.error)[1] if problem.error else None,
         "by": by and {"operation": by.id, "principal": by.principal, "reason": by.reason},
         "command": flags.command_line(
             action.command, *action.arguments, **flags.database_flags(options), **action.flags
@@ -256,15 +259,17 @@ def _problem(problem: "admin.problems.Problem", options: argparse.Namespace) -> 
 
 
 def _card(problem: "admin.problems.Problem", options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of a problem: what is wrong, since when and by whom, what follows, and the command."""
-    by = problem.by
+    """Yield the lines of a problem: what is wrong, since when and by whom, what follows, what to do, the command."""
+    by, found = problem.by, _problem(problem, options)
     yield cell(problem.text)
     who = f"by {by.principal}{f': {by.reason}' if by.reason else ''}" if by else ""
     since = f"since {problem.since:%Y-%m-%d %H:%M} UTC" if problem.since else ""
     if since or who:
         yield f"    {cell(', '.join(filter(None, [since, who])))}"
     yield from (f"    {cell(effect)}" for effect in problem.effects)
-    yield f"    $ {cell(_problem(problem, options)['command'])}"
+    if found["advice"]:
+        yield f"    {found['advice']}"
+    yield f"    $ {cell(found['command'])}"
 
 
 def _figures(backlog: "admin.rows.backlog.Backlog", line: "admin.rows.backlog.Line") -> list[object]:

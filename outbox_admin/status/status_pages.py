@@ -7,6 +7,7 @@ from functools import partial
 from outbox.rows import backlog as counting
 from outbox.rows.task_table import TaskTable
 from outbox_admin import operations
+from outbox_admin.advice import section
 from outbox_admin.operations import Operation
 from outbox_admin.status import charts, last_hour, live_workers, problems
 from outbox_admin.status.last_hour import History
@@ -42,9 +43,11 @@ ENVIRONMENT.globals |= {
     "counting": counting,
     "charts": charts,
     "differing": live_workers.differing,
+    "unusual_first": live_workers.unusual_first,
     "usual": live_workers.usual,
     "why_waiting": problems.why_waiting,
     "open_circuits": live_workers.open_circuits,
+    "section": section,
     "OF_PART": OF_PART,
     "HEADS": HEADS,
     "OPERATIONS": OPERATIONS,

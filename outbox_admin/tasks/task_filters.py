@@ -16,8 +16,6 @@ from outbox_admin.value_types import ID
 from outbox_admin.web.roles import Refused
 from outbox_admin.web.visits import Visit, by_fields, checked
 
-#: The reasons of errors after which no retry can succeed, because they are about the message.
-HOPELESS = ("undecodable", "too_large")
 #: A time as people type it, which is in UTC as all times of the console.
 _TYPED = re.compile(r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?))?( ?UTC)?", re.ASCII)
 
@@ -68,8 +66,3 @@ def command_of(visit: Visit, name: str, selection: TaskSelection, **more: object
     if name == "retry":
         given["include_expired"] = selection.include_expired
     return visit.command(name, *arguments, **given, **more)
-
-
-def is_hopeless(error: str | None) -> bool:
-    """Tell whether no retry after this error can succeed."""
-    return (error or "").partition(":")[0] in HOPELESS

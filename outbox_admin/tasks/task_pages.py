@@ -20,7 +20,7 @@ from outbox_admin.tasks import lookup
 from outbox_admin.tasks.lookup import Task
 from outbox_admin.tasks.message_text import readable
 from outbox_admin.tasks.selections import FILTERS, TaskSelection
-from outbox_admin.tasks.task_filters import command_of, is_hopeless, selection_of
+from outbox_admin.tasks.task_filters import command_of, selection_of
 from outbox_admin.tasks.task_flags import MIN_PREFIX
 from outbox_admin.web.roles import Refused, Role
 from outbox_admin.web.visits import Route, Visit, Work, render
@@ -105,7 +105,6 @@ def show_one(visit: Visit) -> Response:
         line=_time_line(task, status.operations if status else ()),
         of_key=of_key,
         actions=[each for each in visit.console.actions if each.suits(task)],
-        is_hopeless=task.state == "dead" and is_hopeless(columns["LastError"]),
         command=visit.command("show", columns["Id"]),
     )
 

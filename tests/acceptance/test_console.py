@@ -25,7 +25,7 @@ from outbox.rows.task_table import TaskTable
 from outbox.table.states import NEVER
 from outbox_admin import console_command as console
 from outbox_admin.console import routes
-from outbox_admin.tasks.lookup import ErrorCount
+from outbox_admin.tasks.lookup import BlockedHead, ErrorCount, Task
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.web.application import HEADERS
 from outbox_admin.web.console_settings import ConsoleSettings
@@ -43,7 +43,7 @@ from tests.support.browser import (
     violations,
 )
 from tests.support.commands import Commands
-from tests.support.console import ago, bare_access, bare_console, crowded
+from tests.support.console import NOW, ago, bare_access, bare_console, crowded, worker
 from tests.support.operations import FUTURE, insert, opened, row, rows_of
 from tests.support.waiting import eventually
 
@@ -333,16 +333,22 @@ LONGEST = f"projects/{'p' * 30}/instances/{'i' * 64}/databases/{'d' * 30}"
 def test_a_header_names_the_database_in_full_and_200_topics_fit_three_screens_of_a_phone(
     browser: Browser, width: int
 ) -> None:
-    """The person yields. What a phone does not show is counted, and can be opened without a script."""
+    """The person yields. What a phone does not show is counted, and can be opened without a script, as are the actions.
+
+    A worker that differs from the others comes first. Buttons are as high as a finger needs.
+    """
     refused = "permission_denied: 403 User not authorized to perform this action"
     errors = [ErrorCount({"a": 2, "b": 1}, "dead", f"{refused}: {n}", 3, False, ago(90), ago(30)) for n in range(22)]
-    figures = dataclasses.replace(crowded(), errors=errors)
+    columns = {"Topic": "topic-001", "OrderingKey": "customer", "CreatedAt": ago(90), "LastError": refused}
+    blocked = [BlockedHead(f"head-{n}", 2, Task("dead", columns, NOW)) for n in range(90)]
+    figures = dataclasses.replace(crowded(), errors=errors, blocked=blocked)
+    figures.backlog.workers.append(worker("odd", version="2"))
     status = Shared(lambda _last: figures)
     shared = bare_console(status=status, is_production=True)
     shared.table.name = LONGEST
     console = bare_access(routes(), shared, identify=lambda _request: f"{'person' * 9}@example.com")
     with gated(console) as gate, tab(browser, gate.address, width=width, java_script_enabled=False) as page:
-        for path in ("/", "/?topics=1"):
+        for path in ("/", "/?topics=1", "/workers", "/blocked", "/operations", "/topic?name=topic-001"):
             page.goto(path)
             database = page.locator("header .database")
             expect(database).to_have_text(f"{'p' * 30}/{'i' * 64}/{'d' * 30}")
@@ -352,13 +358,21 @@ def test_a_header_names_the_database_in_full_and_200_topics_fit_three_screens_of
                 assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844, path
         if width == 390:
             page.goto("/")
-            for label, each in (("more problems", ".problem-card"), ("more groups of errors", "#errors + * tbody tr")):
+            for label, each in (("more problems", ".problem-card"), ("more groups", "#more-group + * tbody tr")):
                 before = page.locator(f"{each}:visible").count()
                 page.locator("label", has_text=label).click()
                 assert page.locator(f"{each}:visible").count() > before
             expect(page.locator("svg.plot").first).to_be_hidden()
             page.get_by_text("Show the charts").click()
             expect(page.locator("svg.plot").first).to_be_visible()
+            page.goto("/workers")
+            expect(page.locator("tbody th.id").first).to_have_text("odd")
+            page.goto("/topic?name=topic-001")
+            expect(page.get_by_role("button", name="Pause")).to_be_hidden()
+            page.locator("label", has_text="Actions").click()
+            for button in page.locator(".sheet :is(button, summary):visible").all():
+                assert (button.bounding_box() or {})["height"] >= 44
+            expect(page.get_by_role("button", name="Pause")).to_be_in_viewport()
 
 
 @pytest.mark.extended
