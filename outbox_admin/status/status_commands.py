@@ -179,6 +179,7 @@ def _rendered(
     # A line that is too long takes several. At least one card is shown.
     sizes = accumulate(sum(1 + len(line) // width for line in card) for card in cards)
     number = max(1, sum(size <= most * 0.6 for size in sizes))
+    most -= sum(len(line) // width for card in cards[:number] for line in card)
     more = sum(each.number for each in status.problems[number:])
     parts = [
         as_of(backlog.as_of, backlog.workers),

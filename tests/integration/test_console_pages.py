@@ -24,7 +24,7 @@ from outbox_admin.console import routes
 from outbox_admin.operations import Author
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.web import visits
-from outbox_admin.web.roles import EVERYTHING
+from outbox_admin.web.roles import EVERYTHING, VIEWERS
 from tests.support.console import ORIGIN, SAME, console, text
 from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, PAST, control, insert, opened, pause, row
 from tests.support.spanner import record_requests
@@ -219,8 +219,11 @@ def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retr
     database: Database, jane: TestClient
 ) -> None:
     insert(database, [row(f"dead{n}", AvailableAt=NEVER, LastError=f"{'abc'[n % 3] * n}: x") for n in range(25)])
-    insert(database, [row("broken", AvailableAt=NEVER, LastError="undecodable: not a message")])
+    insert(database, [row("broken", OrderingKey="k", AvailableAt=NEVER, LastError="undecodable: not a message")])
+    insert(database, [row("behind", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="broken")])
     page = jane.get("/").text
+    assert 'href="/tasks/cancel?id=broken">Cancel the head' in page
+    assert 'href="/task?id=broken">Open the task' in console(database, roles=VIEWERS).get("/").text
     assert "All 26 groups of errors" in page
     assert page.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 20
     assert jane.get("/?errors=all").text.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 26

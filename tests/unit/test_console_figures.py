@@ -181,6 +181,7 @@ def silent(age: float) -> SeenWorker:
 
 HEAD = mock.Mock(state="dead", columns={"Topic": "orders", "OrderingKey": "k", "LastError": "no", "CreatedAt": NOON})
 BEHIND = BlockedHead("a", "orders", 90, HEAD)
+HOPELESS = mock.Mock(state="dead", columns=HEAD.columns | {"LastError": "too_large: 11 MB"})
 LATENESS = "orders is late: its oldest task has waited 14m"
 
 
@@ -268,10 +269,11 @@ def test_problems_that_are_not_shown_are_counted() -> None:
 def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    """The worst first. A pipe gets everything."""
+    """The worst first, also if lines are longer than the screen is wide. A pipe gets everything."""
     lines = [dataclasses.replace(OLD, topic=f"topic-{n:03}-of-a-team") for n in range(200)]
     backlog = Backlog(NOON, (WORKER,), lines)
     problems = find(backlog, orphans=[], controls={}, changed_by={}, blocked=())
+    problems[0] = dataclasses.replace(problems[0], error="not_found")
     monkeypatch.setattr(admin.problems, "read", lambda *_args, **_more: status(backlog=backlog, problems=problems))
     options = argparse.Namespace(json=False, topics=None)
     everything = status_commands._rendered(mock.Mock(), backlog, options).splitlines()
@@ -279,8 +281,9 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size(size))
     found = re.sub(r"\x1b\[\d*m", "", status_commands._rendered(mock.Mock(), backlog, options)).splitlines()
-    assert size[1] - 12 < len(found) < size[1]
-    assert max(map(len, found)) <= size[0]
+    assert size[1] - 12 < sum(1 + len(line) // size[0] for line in found) < size[1]
+    assert max(len(line) for line in found if not line.startswith("    ")) <= size[0]
+    assert any(line.startswith("    Pause the topic.") for line in found)
     assert found[3] == everything[3]
     assert re.fullmatch(r"Left out, because the terminal is small: .*\d+ topics.*", found[-1])
     assert any(line.startswith("topic-000-of-a-team  ") for line in found)
@@ -294,6 +297,7 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
         (OLD, {"controls": LIMIT, "changed_by": {"orders": PAUSE}},
             "topics set --rate=N --burst=N --reason=TEXT -- orders"),
         (BLOCKED, {"blocked": [BEHIND]}, "retry --reason=TEXT -- a"),
+        (BLOCKED, {"blocked": [BEHIND._replace(task=HOPELESS)]}, "cancel --reason=TEXT -- a"),
         (DEAD, {}, "retry --state=dead --topic=orders --dry-run"),
         (OLD, {"workers": ()}, "workers"),
         (OLD, {}, "list --state=pending --topic=orders"),
