@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[flags.global_flags("These options may precede or follow the command.")],
     )
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
-    parser.set_defaults(run=_help, parser=parser)
+    parser.set_defaults(run=lambda options: options.parser.print_help(), parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     for module in (
         emulators_command, schema_commands, status_commands, task_commands, change_commands, topic_commands,
@@ -72,7 +72,3 @@ def _complete(options: argparse.Namespace) -> None:
     import shtab  # noqa: PLC0415 - optional
 
     say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))
-
-
-def _help(options: argparse.Namespace) -> None:
-    options.parser.print_help()

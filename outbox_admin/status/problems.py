@@ -39,7 +39,7 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remedy:
-    """What to do about a problem: a page of the console, or a form without fields, and the command that does the same.
+    """What to do about a problem: a page of the console, or a form without fields (`/topic/...`), and the same command.
 
     `flags` of the command that are in capitals are for the person to fill in.
     """
@@ -50,7 +50,6 @@ class Remedy:
     command: str
     arguments: Sequence[str] = ()
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_form: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,7 +215,8 @@ def _of_topics(
     for topic, control in controls.items():
         if "publish_to" in invalid(control):
             text = f"{topic}: its route to {control.publish_to!r:.300} is invalid, so its tasks are not published"
-            action = Remedy("Change the route", "/topic", {"name": topic, "edit": "1"}, "topics unset", [topic, "route"])
+            query = {"name": topic, "edit": "1"}
+            action = Remedy("Change the route", "/topic", query, "topics unset", [topic, "route"])
             yield Problem("invalid_route", topic, True, text, action)
     for each in open_circuits(backlog.workers):
         control = controls.get(each.topic, NO_CONTROLS)
@@ -224,13 +224,13 @@ def _of_topics(
         seconds = (backlog.as_of - each.since).total_seconds()
         text = f"{each.topic}{route}: circuit open for {spoken(seconds)}: {each.reason}"
         query, flags = {"name": each.topic}, {"reason": "TEXT"}
-        action = Remedy("Probe now", "/topic/probe", query, "topics probe", [each.topic], flags, is_form=True)
+        action = Remedy("Probe now", "/topic/probe", query, "topics probe", [each.topic], flags)
         yield Problem("circuit_open", each.topic, False, text, action, each.since, error=each.reason)
     for line in _paused(backlog):
         by = changed_by.get(line.topic)
         tasks = ", ".join(_number(line, name, f"{name} task") for name in _STATES if getattr(line, name))
         query, flags = {"name": line.topic}, {"reason": "TEXT"}
-        action = Remedy("Resume", "/topic/resume", query, "resume", [line.topic], flags, is_form=True)
+        action = Remedy("Resume", "/topic/resume", query, "resume", [line.topic], flags)
         since = by and by.started_at
         yield Problem("paused", line.topic, False, f"{line.topic} is paused: {tasks}", action, since, by=by)
     for line in _late(backlog, at_limit=True):
