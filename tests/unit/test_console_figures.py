@@ -297,7 +297,7 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
         (OLD, {"controls": LIMIT, "changed_by": {"orders": PAUSE}},
             "topics set --rate=N --burst=N --reason=TEXT -- orders"),
         (BLOCKED, {"blocked": [BEHIND]}, "retry --reason=TEXT -- a"),
-        (BLOCKED, {"blocked": [BEHIND._replace(task=HOPELESS)]}, "cancel --reason=TEXT -- a"),
+        (BLOCKED, {"blocked": [BlockedHead("a", "orders", 90, HOPELESS)]}, "cancel --reason=TEXT -- a"),
         (DEAD, {}, "retry --state=dead --topic=orders --dry-run"),
         (OLD, {"workers": ()}, "workers"),
         (OLD, {}, "list --state=pending --topic=orders"),
