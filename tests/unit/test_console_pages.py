@@ -232,5 +232,5 @@ def test_other_errors_lead_to_the_whole_runbook() -> None:
 
 def test_pages_say_what_to_do_also_if_the_address_of_the_documentation_is_unknown() -> None:
     assert 'href="https://x/operations/runbook.md#a-topic-was-deleted"' in PARTS.advice("not_found: 404", "https://x")
-    assert PARTS.advice("not_found: 404", "").strip().startswith("Pause the topic, create it")
+    assert PARTS.advice("not_found: 404", "").strip().startswith("Pause the topic. Create it")
     assert PARTS.advice("by hand: x", "").strip() == "The error says why. Fix the cause, and then retry the task."

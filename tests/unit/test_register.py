@@ -33,7 +33,7 @@ from outbox.table import transactions
 from outbox.testing import RecordingTransaction, assert_registered
 
 #: Also those of emulators, of a domain, and numbers.
-PROJECTS = ("p", "p2", "7", "my-project", "my_project", "example.com:shop", "123456789012", "A" * 100)
+PROJECTS = ("p", "p2", "7", "my-project", "my_project", "example.com:shop", "123456789012", "a" * 100)
 LARGE = 10_000_000
 
 
