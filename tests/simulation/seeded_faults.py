@@ -292,7 +292,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a turn waits for all batches that it has started": (InFlight, "wait", waits_for_one),
     "turns that inserts start have a pause between them": (Worker, "_pause", never_waits),
     "deferrals leave places to other tasks": (
-        selection.Selector, "_places_to_defer", lambda _: lambda self, **_: self._in_flight.free
+        InFlight, "free_to_defer", lambda _: lambda self, **_: self.free
     ),
     "tasks of a limited topic start together": (availability, "MIN_REFILL_SECONDS", lambda _: 0.0),
     "a task that is retried keeps its age": (
