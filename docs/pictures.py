@@ -250,7 +250,7 @@ def watch(flags: tuple[str, ...]) -> str:
     """Return the first screen of `outbox status --watch` on a terminal."""
     command = [str(Path(sys.executable).with_name("outbox")), "status", "--watch", *flags]
     ours, theirs = pty.openpty()
-    wide = os.environ | {"COLUMNS": "120"}
+    wide = os.environ | {"COLUMNS": "120", "LINES": "40"}
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=wide)  # noqa: S603 - constant arguments
     text = ""
     try:
