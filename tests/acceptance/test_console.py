@@ -340,7 +340,7 @@ def test_a_header_names_the_database_in_full_and_200_topics_fit_three_screens_of
     refused = "permission_denied: 403 User not authorized to perform this action"
     errors = [ErrorCount({"a": 2, "b": 1}, "dead", f"{refused}: {n}", 3, False, ago(90), ago(30)) for n in range(22)]
     columns = {"Topic": "topic-001", "OrderingKey": "customer", "CreatedAt": ago(90), "LastError": refused}
-    blocked = [BlockedHead(f"head-{n}", 2, Task("dead", columns, NOW)) for n in range(90)]
+    blocked = [BlockedHead(f"head-{n}", "topic-001", 2, Task("dead", columns, NOW)) for n in range(90)]
     figures = dataclasses.replace(crowded(), errors=errors, blocked=blocked)
     figures.backlog.workers.append(worker("odd", version="2"))
     status = Shared(lambda _last: figures)
