@@ -336,7 +336,7 @@ def test_an_id_begins_with_a_random_digit_and_then_with_the_time(monkeypatch: py
 
 
 def test_no_task_is_changed_without_a_record(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """A transaction that is aborted counts once."""
+    """A transaction that is aborted counts once. One whose commit is not answered has recorded the change."""
     insert(database, [row("a", **DEAD)])
     original = TaskTable.transact
 
@@ -352,7 +352,10 @@ def test_no_task_is_changed_without_a_record(database: Database, table: TaskTabl
     list(execution.change(table, "retry", TaskSelection(ids=("a",))))
     [record] = recorded(table)
     assert record.tasks == 1
+    monkeypatch.setattr(TaskTable, "transact", lambda *given: (original(*given), original(*given))[1])
+    begin(table, TaskSelection(state="dead"))
 
+    monkeypatch.setattr(TaskTable, "transact", original)
     before = rows_of(database)
     monkeypatch.setattr("outbox_admin.operations.as_json", lambda _selection: None)  # the column is NOT NULL
     insert(database, [row("b", **DEAD)])
