@@ -152,9 +152,9 @@ def never_waits(real: Any) -> Any:
 def goes_on_without_controls(real: Any) -> Any:
     """Return `discover_if_due` that discovers after a failure as after a success."""
 
-    def ours(self: poller.Discoverer, *, idle: bool) -> Any:
+    def ours(self: poller.Discoverer, **options: bool) -> Any:
         self._failed = False
-        return real(self, idle=idle)
+        return real(self, **options)
 
     return ours
 
