@@ -29,11 +29,14 @@ from outbox_admin.tasks.lookup import BlockedHead, ErrorCount, blocked_heads, er
 LATE_SECONDS = 60.0
 #: Max heads of keys that `outbox status` reads, and max topics that a problem names as its effects.
 HEADS, EFFECTS = 20, 3
+#: Max operations, and max characters of the selection of each.
+OPERATIONS, SELECTION = 100, 10_000
 _STATES = ("pending", "retrying", "blocked")
 #: What further problems of a kind are.
 _KINDS = {
     "invalid_route": "invalid route", "circuit_open": "open circuit", "paused": "paused topic", "dead": "dead task",
     "at_limit": "limited topic", "blocked": "blocked topic", "late": "late topic",
+    "interrupted": "interrupted operation",
 }  # fmt: skip
 
 
@@ -82,6 +85,7 @@ class Status:
     errors: Sequence[ErrorCount]
     blocked: Sequence[BlockedHead]
     reshard: RunningReshard | None
+    operations: Sequence[Operation]
     problems: Sequence[Problem]
 
     def topics(self, part: str = "", sort: str = "") -> list[str]:
@@ -108,10 +112,11 @@ def read(table: TaskTable, backlog: Backlog, heads: int = HEADS, *, topics: Coll
     controls, orphans = table.controls(), shards_without_worker(table, backlog.workers, backlog.as_of)
     blocked = blocked_heads(table, backlog, heads) if backlog.everything.blocked else ()
     changed_by = _changes(table, backlog, controls)
-    problems = find(backlog, orphans=orphans, controls=controls, changed_by=changed_by, blocked=blocked)
+    last = operations.latest(table, OPERATIONS, views=False, at=backlog.as_of, characters=SELECTION)
+    problems = find(backlog, orphans=orphans, controls=controls, changed_by=changed_by, blocked=blocked, last=last)
     problems = [each for each in problems if not topics or each.topic is None or each.topic in topics]
     reshard = Resharding(table).progress()
-    return Status(backlog, controls, orphans, errors(table, backlog), blocked, reshard, problems)
+    return Status(backlog, controls, orphans, errors(table, backlog), blocked, reshard, last, problems)
 
 
 def _changes(table: TaskTable, backlog: Backlog, controls: Mapping[str, TopicControls]) -> dict[str, Operation]:
@@ -143,6 +148,7 @@ def find(
     controls: Mapping[str, TopicControls],
     changed_by: Mapping[str, Operation],
     blocked: Sequence[BlockedHead],
+    last: Sequence[Operation] = (),
 ) -> list[Problem]:
     """Return the problems, each with the problems that it explains: those that are bad first.
 
@@ -150,7 +156,7 @@ def find(
     """
     found = [
         *_of_workers(backlog, orphans), *_of_topics(backlog, controls, changed_by), *_of_keys(backlog, blocked),
-        *_of_dead(backlog, blocked),
+        *_of_dead(backlog, blocked), *_of_operations(last, backlog.as_of),
     ]  # fmt: skip
     late: dict[int, list[Line]] = defaultdict(list)
     for line in _late(backlog):
@@ -279,6 +285,15 @@ def _of_dead(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Probl
         query = {"state": "dead"} | ({"topic": topics[0]} if len(topics) == 1 else {})
         action = Remedy("Dead tasks", "/tasks", query, "retry", flags={**query, "dry_run": True})
         yield Problem("dead", None, False, f"{_number(total, 'dead', 'dead task')}{of}", action)
+
+
+def _of_operations(last: Sequence[Operation], now: datetime) -> Iterator[Problem]:
+    for each in last:
+        if each.state(now) == "interrupted":
+            who = each.principal or "an unknown account"
+            text = f"A {each.operation} by {who:.200} was interrupted after {counted(each.tasks or 0, 'task')}"
+            action = Remedy("Continue or stop it", "/operation", {"id": each.id}, "operations continue", [each.id])
+            yield Problem("interrupted", None, False, text, action, each.seen_at)
 
 
 def _explains(problem: Problem, line: Line, blocked: Sequence[BlockedHead]) -> bool:

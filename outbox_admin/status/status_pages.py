@@ -1,22 +1,18 @@
 """The pages of the overview, of blocked keys and of workers, and the figures that all pages share."""
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 
 from outbox.rows import backlog as counting
 from outbox.rows.task_table import TaskTable
-from outbox_admin import operations
 from outbox_admin.advice import section
-from outbox_admin.operations import Operation
 from outbox_admin.status import charts, last_hour, live_workers, problems
 from outbox_admin.status.last_hour import History
 from outbox_admin.tasks.lookup import OF_PART
 from outbox_admin.web.visits import ENVIRONMENT, Route, Work, render
 
-#: Max heads of blocked keys, operations, and workers, and max characters of the selection of each operation.
-HEADS = OPERATIONS = WORKERS = 100
-SELECTION = 10_000
+#: Max heads of blocked keys, and max workers.
+HEADS = WORKERS = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +20,6 @@ class Figures(problems.Status):
     """What `outbox status`, `workers` and `operations` print, read together."""
 
     history: History
-    operations: Sequence[Operation]
 
 
 def read(table: TaskTable, last: Figures | None) -> Figures:
@@ -34,7 +29,6 @@ def read(table: TaskTable, last: Figures | None) -> Figures:
     return Figures(
         **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
         history=last_hour.read(table, backlog, last.history if last else None),
-        operations=operations.latest(table, OPERATIONS, views=False, at=backlog.as_of, characters=SELECTION),
     )
 
 
@@ -50,7 +44,7 @@ ENVIRONMENT.globals |= {
     "section": section,
     "OF_PART": OF_PART,
     "HEADS": HEADS,
-    "OPERATIONS": OPERATIONS,
+    "OPERATIONS": problems.OPERATIONS,
     "WORKERS": WORKERS,
 }
 _PAGES = {"/": "status/overview", "/blocked": "status/blocked", "/workers": "status/workers"}

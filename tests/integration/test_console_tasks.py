@@ -18,7 +18,7 @@ from outbox.table.states import NEVER
 from outbox_admin import operations
 from outbox_admin.changes import chunks, execution, running
 from outbox_admin.operations import Author
-from outbox_admin.status import status_pages
+from outbox_admin.status import problems
 from outbox_admin.tasks import selected, task_pages
 from outbox_admin.tasks.selections import TaskSelection
 from outbox_admin.topics import editing
@@ -152,7 +152,7 @@ def test_the_first_page_offers_to_continue_what_another_console_has_left(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """However many messages people have looked at since then."""
-    monkeypatch.setattr(status_pages, "OPERATIONS", 2)
+    monkeypatch.setattr(problems, "OPERATIONS", 2)
     execution.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
     assert "was interrupted" not in console(database).get("/").text
     update_operation(database, ID, SeenAt=PAST)

@@ -168,6 +168,8 @@ OPEN = "orders: circuit open for 0.0s: permission_denied"
 PAUSED = Line("orders", paused=True, pending=150, oldest=NOON - timedelta(hours=5))
 PAUSED_TOO = dataclasses.replace(PAUSED, topic="mails")
 PAUSE = Operation("a", "pause", NOON - timedelta(hours=5), NOON, "ann", "", None, None, None, None, None)
+HOUR_AGO = NOON - timedelta(hours=1)
+INTERRUPTED = Operation("b", "retry", HOUR_AGO, None, "ann", "", 9, None, None, HOUR_AGO, None)
 BLOCKED = Line("orders", blocked=90)
 EITHER = "either they stopped, or Spanner refuses their writes"
 LIMITED = dataclasses.replace(OLD, at_limit=True)
@@ -299,6 +301,7 @@ def test_a_terminal_shows_the_part_that_fits_and_what_is_left_out(
         (BLOCKED, {"blocked": [BEHIND]}, "retry --reason=TEXT -- a"),
         (BLOCKED, {"blocked": [BlockedHead("a", "orders", 90, HOPELESS)]}, "cancel --reason=TEXT -- a"),
         (DEAD, {}, "retry --state=dead --topic=orders --dry-run"),
+        (NEW, {"last": [PAUSE, INTERRUPTED]}, "operations continue -- b"),
         (OLD, {"workers": ()}, "workers"),
         (OLD, {}, "list --state=pending --topic=orders"),
     ],
