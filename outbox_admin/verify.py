@@ -29,12 +29,11 @@ import outbox
 from outbox.base.schedules import CALL
 from outbox.base.start import handled
 from outbox.errors import OutboxError
-from outbox.program.terminal import Escaped, complain, confirm, table
+from outbox.program.terminal import Escaped, as_json, complain, confirm, say, table
 from outbox.rows import backlog
 from outbox.rows.task_table import TaskTable
 from outbox.table import applying, ddl, schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
-from outbox_admin import flags
 from outbox_admin.changes import execution
 from outbox_admin.schema.query_plans import lines, problems, scans
 from outbox_admin.tasks import lookup, selected
@@ -141,7 +140,7 @@ def verify(options: argparse.Namespace) -> int:
             except (google.GoogleAPIError, OutboxError) as error:
                 found[name] = Finding(FAILED, f"{type(error).__name__}: {error}")
     checks = [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]
-    flags.answer(options, {"checks": checks}, _as_table(found))
+    say(as_json({"checks": checks}) if options.json else _as_table(found))
     return 1 if any(each.verdict == FAILED for each in found.values()) else 0
 
 

@@ -21,15 +21,12 @@ class Threads:
         return Thread(target=target, args=arguments, name=name, daemon=True)
 
     def queue(self) -> Queue:
-        """Return an empty queue."""
         return Queue()
 
     def event(self) -> Event:
-        """Return an event that is not set."""
         return Event()
 
     def sleep(self, seconds: float) -> None:
-        """Let the calling thread wait."""
         time.sleep(seconds)
 
 

@@ -37,12 +37,10 @@ class PollRequest:
 
     @property
     def ranges(self) -> int:
-        """Return the number of ranges."""
         return self.pairs * (1 + self.due + (self.below_priority is not None))
 
     @property
     def pairs(self) -> int:
-        """Return the number of pairs of shard and topic."""
         return len(self.shards) * len(self.topics)
 
 
@@ -68,7 +66,6 @@ class Candidate(NamedTuple):
 
     @property
     def task_count(self) -> int:
-        """Return the number of tasks."""
         return 1 + len(self.behind)
 
 
@@ -296,12 +293,10 @@ class Claim:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Return the IDs of the tasks."""
         return tuple(task.id for task in self.tasks)
 
     @property
     def locks(self) -> tuple[str, ...]:
-        """Return the IDs of all rows to lock."""
         return tuple(task.id for task in (*self.tasks, *self.releases))
 
     @property
@@ -353,8 +348,8 @@ class Claim:
         return (replace(self, releases=()),) if self.releases else ()
 
 
-class TakenOut(NamedTuple):
-    """A published task that was taken out before its mark. If its row is there, the commit has marked it as sent."""
+class CancelledTask(NamedTuple):
+    """A published task that was cancelled or deleted before its mark. If its row is there, it is marked as sent."""
 
     message_id: str
     #: CancelledBy of the row. None: the row was deleted, or its ID was registered again.
@@ -394,8 +389,8 @@ class Delivered:
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
     #: Deferrals that are written.
     deferred: Mapping[str, Deferred] = field(default_factory=dict)
-    #: Published tasks that were taken out before their mark.
-    cancelled: Mapping[str, TakenOut] = field(default_factory=dict)
+    #: Published tasks that were cancelled before their mark.
+    cancelled: Mapping[str, CancelledTask] = field(default_factory=dict)
     #: Tasks whose rows are still to be written. The batch goes on to write them.
     unmarked: frozenset[str] = frozenset()
     #: At-most-once tasks that may be marked as sent without having been published.
@@ -425,7 +420,6 @@ class Delivered:
         return self._skipped("sent")
 
     def failed(self) -> dict[str, Failed]:
-        """Return the failures by ID."""
         return {id: answer for id, answer in self.answers.items() if isinstance(answer, Failed)}
 
     def at_most_once(self) -> Claim | None:
@@ -443,10 +437,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Published tasks that were found taken out, after the first report of their batch."""
+    """Published tasks that were found cancelled, after the first report of their batch."""
 
     claim: Claim
-    tasks: Mapping[str, TakenOut]
+    tasks: Mapping[str, CancelledTask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,7 +474,7 @@ class Turn:
     recorded: int = 0  # failed attempts that are written to their rows, or will be with the marks
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
-    cancelled: int = 0  # published, and taken out before the mark
+    cancelled: int = 0  # published, and cancelled before the mark
     in_flight: int = 0  # batches that have not ended
     next: Next = Next.LATER
     seconds_to_change: float = math.inf  # seconds until a topic that is unavailable now may be tried again

@@ -91,11 +91,9 @@ class Line:
 
     @property
     def unsent(self) -> int:
-        """Return the number of unsent tasks."""
         return sum(getattr(self, state) for state in UNSENT)
 
     def add(self, other: "Line") -> None:
-        """Add the counts of another line."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.oldest, self.next_due = _first(self.oldest, other.oldest), _first(self.next_due, other.next_due)

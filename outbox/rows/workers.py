@@ -61,11 +61,9 @@ class SeenWorker:
 
     @property
     def is_live(self) -> bool:
-        """Tell whether the heartbeat is young enough."""
         return self.age < self.timeout
 
     def text(self, name: str) -> str:
-        """Return a text of the Info, or an empty one."""
         return str(self.info.get(name, ""))
 
     def number(self, name: str) -> float:
@@ -86,7 +84,6 @@ class SeenWorker:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that differ from their defaults."""
         return part(self.info, "settings")
 
     @property

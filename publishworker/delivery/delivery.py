@@ -24,6 +24,7 @@ from publishworker.types import (
     PUBLISH,
     Answer,
     Cancelled,
+    CancelledTask,
     Claim,
     Deferred,
     Delivered,
@@ -33,7 +34,6 @@ from publishworker.types import (
     Published,
     RowChange,
     Skipped,
-    TakenOut,
     TransactionError,
     Unmarked,
     Version,
@@ -123,17 +123,17 @@ class Delivery:
         """Mark again, in transactions that publish nothing.
 
         Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
-        Yield a Cancelled for marked tasks that had been taken out.
+        Yield a Cancelled for marked tasks that had been cancelled.
         """
         if self._mark_retry is not None:
             yield from self._mark_retry.run()
             if self._timing.transactions > 1:
                 self._release_first_tasks()
 
-    def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
-        """Write the marks of a part of the claim. Return its published tasks that were taken out. Raises StoreError."""
+    def write_again(self, claim: Claim) -> Mapping[str, CancelledTask]:
+        """Write the marks of a part of the claim. Return its published tasks that were cancelled. Raises StoreError."""
         self._change_rows(claim, lambda rows, _now: self._results.remaining_changes(claim.locks, rows))
-        return self._results.taken_out(claim.ids)
+        return self._results.cancelled(claim.ids)
 
     def _change_rows(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write what `decide` returns, and return the commit timestamp. Raises StoreError.
@@ -184,7 +184,6 @@ class Delivery:
         return eligible
 
     def _publish(self, rows: Sequence[LockedRow]) -> None:
-        """Publish locked rows."""
         if rows:
             # OUT-DELAY-1: tasks that failed before, and suspects of the topic, share no request.
             alone = {row.id for row in rows if row.attempts or row.id in self.claim.suspects}
@@ -199,14 +198,13 @@ class Delivery:
         return changes
 
     def _begin_marking(self, error: StoreError) -> None:
-        """Prepare to mark again."""
         self._error = TransactionError(self.claim, self._timing.last_phase, str(error))
         # After a refusal nothing was written, so keep the failed attempts and deferrals of the claimed tasks, and write
         # them later. Drop those of the tasks in `releases`, because the next commit decides again about them. After any
         # other error the commit may have succeeded, so drop those of all claimed tasks.
         releases = [task.id for task in self.claim.releases]
         self._results.forget_unwritten(releases if isinstance(error, WriteRefused) else self.claim.locks)
-        parts, published = [self.claim.part(self._results.to_write())], self._results.published()
+        parts, published = [self.claim.part(self._results.unwritten())], self._results.published()
         self._mark_retry = MarkRetry(self, parts, self._tools.marking, state="published", of=published)
 
     def _delivered(self) -> Delivered:
@@ -217,7 +215,7 @@ class Delivery:
             skipped=results.decided(Skipped),
             recorded=results.decided(NotSent),
             deferred=results.decided(Deferred, without=unmarked),
-            cancelled=results.taken_out(set(self.claim.ids) - unmarked),
+            cancelled=results.cancelled(set(self.claim.ids) - unmarked),
             unmarked=unmarked,
             latencies=dict(self._timing.latencies),
             phases=dict(self._timing.phases),
@@ -245,7 +243,7 @@ class Results:
 
         Record the versions of rows without an answer.
         """
-        self._note_taken_out(ids, rows)
+        self._note_cancelled(ids, rows)
         for id in ids if self._decided else ():
             self._decided.pop(id, None)
         for row in rows if self.answers else ():
@@ -288,9 +286,9 @@ class Results:
         """Return the published tasks, each with the version that was published."""
         return {id: self._versions[id] for id, answer in self.answers.items() if isinstance(answer, Published)}
 
-    def to_write(self) -> set[str]:
+    def unwritten(self) -> set[str]:
         """Return the tasks whose rows must be written: published, with a failed attempt to record, or deferred."""
-        return {*self.published(), *self._unwritten()}
+        return {*self.published(), *self._unwritten_changes()}
 
     def remaining_changes(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
         """Return the changes that the unsent rows still need. Forget the decisions about other tasks of `ids`.
@@ -298,8 +296,8 @@ class Results:
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
         if the row is unchanged, or if an earlier part of this batch has written it.
         """
-        self._note_taken_out(ids, rows)
-        published, unwritten = self.published(), self._unwritten()
+        self._note_cancelled(ids, rows)
+        published, unwritten = self.published(), self._unwritten_changes()
         still_needed = {
             row.id: change
             for row in rows
@@ -316,16 +314,16 @@ class Results:
 
     def forget_unwritten(self, ids: Collection[str]) -> None:
         """Forget the failed attempts and deferrals of these tasks."""
-        for id in self._unwritten().keys() & set(ids):
+        for id in self._unwritten_changes().keys() & set(ids):
             del self._decided[id]
 
-    def taken_out(self, ids: Collection[str]) -> dict[str, TakenOut]:
+    def cancelled(self, ids: Collection[str]) -> dict[str, CancelledTask]:
         """Return the published tasks among `ids` that the last lock has found cancelled or deleted."""
         found = {id: by for id, by in self._cancelled_by.items() if id in ids}
         answers = ((id, self.answers[id], by) for id, by in found.items())
-        return {id: TakenOut(answer.message_id, by) for id, answer, by in answers if isinstance(answer, Published)}
+        return {id: CancelledTask(answer.message_id, by) for id, answer, by in answers if isinstance(answer, Published)}
 
-    def _note_taken_out(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+    def _note_cancelled(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
         """Record which published tasks among `ids` are cancelled, or deleted: not locked, or registered again.
 
         A sent one stays recorded, also if it was reset since, because the mark may be that of an earlier attempt, whose
@@ -342,7 +340,7 @@ class Results:
                 elif not row.is_sent and published[id].has_message_of(row):
                     self._cancelled_by.pop(id, None)
 
-    def _unwritten(self) -> dict[str, NotSent | Deferred]:
+    def _unwritten_changes(self) -> dict[str, NotSent | Deferred]:
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
 
 

@@ -13,6 +13,7 @@ from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefu
 from publishworker.types import (
     MARKED,
     Answer,
+    CancelledTask,
     Claim,
     Deferred,
     Delivered,
@@ -22,7 +23,6 @@ from publishworker.types import (
     Published,
     RowChange,
     Skipped,
-    TakenOut,
     TransactionError,
 )
 
@@ -61,7 +61,7 @@ class MarkFirst(Delivery):
         self._undo()
         return replace(self._delivered(), unconfirmed=tuple(self._unconfirmed))
 
-    def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
+    def write_again(self, claim: Claim) -> Mapping[str, CancelledTask]:
         """Undo the marks of a part. Raises StoreError. A task that is marked first cannot be cancelled.
 
         A part that Spanner refused to mark has no marks: raise its error until the hold is over or the worker exits, so

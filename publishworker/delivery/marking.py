@@ -8,7 +8,7 @@ from typing import Protocol
 from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
 from publishworker.host import Host
 from publishworker.spanner.write_errors import StoreError, WriteRefused
-from publishworker.types import Cancelled, Claim, MarkState, TakenOut, Unmarked
+from publishworker.types import Cancelled, CancelledTask, Claim, MarkState, Unmarked
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.
@@ -67,7 +67,7 @@ class SharedMarking:
 class Marked(Protocol):
     """A batch as its marks need it."""
 
-    def write_again(self, claim: Claim) -> Mapping[str, TakenOut]:
+    def write_again(self, claim: Claim) -> Mapping[str, CancelledTask]:
         """Write the marks of a part in one transaction that publishes nothing. Raises StoreError."""
 
 
@@ -155,8 +155,8 @@ class MarkRetry:
 
     def _mark(self, part: Claim) -> StoreError | None:
         try:
-            if taken_out := self._batch.write_again(part):
-                self._to_report.append(Cancelled(part, taken_out))
+            if cancelled := self._batch.write_again(part):
+                self._to_report.append(Cancelled(part, cancelled))
         except StoreError as error:
             self._error = error
             return error

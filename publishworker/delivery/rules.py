@@ -184,8 +184,8 @@ def release_changes(
     keys = {key.ordering_key for key in claim.keys}
     for row in in_key_order(claim, rows):
         key, change = row.ordering_key, changes.get(row.id)
-        is_taken_out = row.sent_at is not None or row.cancelled_by is not None
-        if key not in keys or row.topic != claim.topic or is_taken_out or isinstance(change, Published):
+        has_ended = row.sent_at is not None or row.cancelled_by is not None
+        if key not in keys or row.topic != claim.topic or has_ended or isinstance(change, Published):
             continue
         if row.deferred and change is None:
             released[row.id] = NotSent(row.attempts, None, row.expires_at, None, row.due_at)

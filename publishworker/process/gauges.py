@@ -53,7 +53,6 @@ class WorkerGauges:
         self._at = float("-inf")
 
     def __call__(self) -> None:
-        """Send the gauges if they are due."""
         if not self._metrics.wanted or self._clock() - self._at < REPORT_SECONDS:
             return
         self._at = self._clock()
@@ -68,7 +67,7 @@ class WorkerGauges:
             self._metrics.zero(m.UNCONFIRMED, topic=topic)  # the first event is an alarm, as above
             for reason in DEAD_AT_ONCE:
                 self._metrics.zero(m.DEAD, topic=topic, reason=reason)
-        circuits = self._relay.topics.circuit_states().items()
+        circuits = self._relay.topics.circuits.states().items()
         states = {(topic,): m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits}
         self._metrics.gauges(m.CIRCUIT_STATE, states)
 
@@ -114,7 +113,6 @@ class BacklogSampler:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._run, name="backlog", daemon=True).start()
 
     def stop(self) -> None:
@@ -170,7 +168,7 @@ def worker_info(
             "open_seconds": round(state.seconds_open, 1),
             "seconds_to_probe": round(state.seconds_to_probe, 1),
         }
-        for topic, state in sorted(relay.topics.circuit_states().items())
+        for topic, state in sorted(relay.topics.circuits.states().items())
     ]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_OTHER_BYTES - size(info)))

@@ -201,7 +201,6 @@ def candidates(values: Iterable[Sequence[Any]], first_shard: int = 0) -> dict[st
 
 
 def key_heads(values: Iterable[Sequence[Any]]) -> dict[TopicKey, list[QueuedTask]]:
-    """Return the first unsent tasks of each key, in order."""
     found: dict[TopicKey, list[QueuedTask]] = {}
     for topic, key, id, size, is_due, deferred, expired in values:
         due = is_due.bool_value
@@ -259,7 +258,6 @@ def _others(value: Any, times_sent: int) -> tuple[Any, ...]:
 
 
 def time_of(value: Any) -> datetime | None:
-    """Return the time of a value of Spanner, or None for NULL."""
     text = value.string_value  # empty for NULL
     return datetime.fromisoformat(text) if text else None
 
@@ -270,7 +268,6 @@ def mark_row(id: str, times: int) -> tuple[Any, ...]:
 
 
 def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mapping[str, RowChange]) -> None:
-    """Buffer the changes of locked rows in the transaction."""
     clean: list[tuple[str, int]] = []
     others: list[tuple[Any, ...]] = []
     deferred: list[tuple[Any, ...]] = []

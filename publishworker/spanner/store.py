@@ -225,7 +225,6 @@ class SpannerStore:
                 batch.delete(relay_sql.WORKERS_TABLE, KeySet(keys=[[id] for id in remove]))
 
     def delete_heartbeat(self, worker: str) -> None:
-        """Delete the worker's row."""
         with self._store_errors(), self._heartbeat_batch() as batch:
             batch.delete(relay_sql.WORKERS_TABLE, KeySet(keys=[[worker]]))
 
@@ -251,7 +250,6 @@ class SpannerStore:
             yield snapshot
 
     def request(self, tag: str, seconds: float) -> dict[str, Any]:
-        """Return the options of a read or a query."""
         options = {"priority": self._priority, "request_tag": tag}
         return {"request_options": options, "retry": STREAM_RETRY, "timeout": Deadline(seconds)}
 

@@ -41,7 +41,6 @@ class TimedOut(StoreError):
 
 
 def error_class(error: Exception) -> type[StoreError]:
-    """Return the class of StoreError for an error of the client."""
     is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, google.Aborted)
     if is_unanswered or not isinstance(error, _NOT_EXECUTED):
         return TimedOut if isinstance(error, google.DeadlineExceeded) else StoreError

@@ -171,7 +171,6 @@ def _attributes(tags: list[str]) -> dict[str, str]:
 
 
 def attribute_of(tag: str) -> str:
-    """Return the name of the attribute for a tag."""
     return ATTRIBUTES.get(tag, f"outbox.{tag}")
 
 

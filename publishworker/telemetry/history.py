@@ -134,7 +134,6 @@ class WorkerHistory:
 
 
 def _figures(rows: Mapping[str | None, _Row]) -> dict[str | None, _Figures]:
-    """Return the figures of all topics and of the largest ones."""
     found = {topic: row.figures() for topic, row in rows.items()}
     kept = _largest({topic: _weight(row) for topic, row in found.items() if topic is not ALL})
     return {topic: found[topic] for topic in (ALL, *kept) if topic in found}
@@ -171,5 +170,4 @@ def _short(seconds: float) -> float:
 
 
 def size(value: object) -> int:
-    """Return the bytes of the JSON of a value."""
     return len(json.dumps(value, separators=(",", ":")))

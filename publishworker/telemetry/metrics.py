@@ -172,7 +172,6 @@ class Metrics:
         self._send("increment", metric, 0, tags)
 
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
-        """Set a gauge."""
         self._send("gauge", metric, value, tags)
 
     def gauges(self, metric: Metric, values: Mapping[Any, float]) -> None:

@@ -18,12 +18,12 @@ from publishworker.types import (
     POLL,
     PUBLISH,
     Cancelled,
+    CancelledTask,
     Delivered,
     Failed,
     Kind,
     NotSent,
     Published,
-    TakenOut,
     TransactionError,
     Turn,
     Unmarked,
@@ -43,7 +43,6 @@ _SUMMARY = {
 
 
 def turn_counts(batches: Sequence[Delivered]) -> Turn:
-    """Return a turn with the counts of tasks of these batches."""
     return Turn(
         published=sum(len(each.published()) for each in batches),
         already_sent=sum(len(each.already_sent()) for each in batches),
@@ -173,7 +172,6 @@ class Reporter:
             self.log_summary()
 
     def log_summary(self) -> None:
-        """Log the summary since the last one."""
         if self._work:
             seconds = self._clock() - self._work_since
             counts = ", ".join(
@@ -188,7 +186,7 @@ class Reporter:
             self._work_since = self._clock()
         self._work += _numbers(turn)
 
-    def _log_cancelled(self, topic: str, tasks: Mapping[str, TakenOut]) -> None:
+    def _log_cancelled(self, topic: str, tasks: Mapping[str, CancelledTask]) -> None:
         """Log the tasks that subscribers receive although a cancel has taken them out, with their message IDs."""
         if tasks:
             self._metrics.count(m.CANCELLED, len(tasks), topic=topic)
@@ -196,7 +194,7 @@ class Reporter:
             log.warning(
                 "%s of topic %s cancelled after the worker had published them, so subscribers receive them. Their rows "
                 "are marked as sent, if they exist: %s",
-                _tasks([*tasks]), topic, ", ".join(f"{id} ({_taken_out(task)})" for id, task in tasks.items()),
+                _tasks([*tasks]), topic, ", ".join(f"{id} ({_how_cancelled(task)})" for id, task in tasks.items()),
                 extra={"action": "cancelled_after_publish", "fields": {
                     "topic": topic,
                     "message_ids": {id: task.message_id for id, task in tasks.items()},
@@ -262,7 +260,7 @@ class Reporter:
             self._metrics.count(metric, count, topic=topic, reason=reason)
 
 
-def _taken_out(task: TakenOut) -> str:
+def _how_cancelled(task: CancelledTask) -> str:
     how = "its row was deleted" if task.by is None else f"cancelled by {escaped(task.by)}"
     return f"message {task.message_id}, {how}"
 

@@ -46,7 +46,7 @@ class Topics:
     """The controls, circuits and limits of all topics. Only the thread of the turns uses it, except `paused`."""
 
     def __init__(self, host: Host) -> None:
-        self._circuits = CircuitBreakers(host.random, host.clock)
+        self.circuits = CircuitBreakers(host.random, host.clock)
         self._rate_limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
         self._controls: Mapping[str, TopicControls] = {}
@@ -64,19 +64,19 @@ class Topics:
             self._change(topic, before.get(topic, NO_CONTROLS), valid.get(topic, NO_CONTROLS))
         self.paused = frozenset(topic for topic, each in valid.items() if each.paused)
         self._rate_limits.apply(valid, workers)
-        self._circuits.forget_old()
+        self.circuits.forget_old()
         self._in_flight = +self._in_flight  # without topics that have none
 
     def _change(self, topic: str, before: TopicControls, now: TopicControls) -> None:
         if now.publish_to != before.publish_to:
-            self._circuits.forget(topic)
+            self.circuits.forget(topic)
             log.info("Messages of topic %s go to %s", topic, now.publish_to or topic, extra={"action": "routed"})
         if now.paused != before.paused:
             what = "paused" if now.paused else "resumed"
             log.info("Topic %s is %s", topic, what, extra={"action": what})
         is_asked = now.probe_requested_at not in (None, before.probe_requested_at)
         if is_asked or (before.paused and not now.paused):
-            self._circuits.probe_now(topic)
+            self.circuits.probe_now(topic)
         if (limits := stated(now, LIMITS)) != stated(before, LIMITS):
             text = ", ".join(limits) or "no limit"
             log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
@@ -85,14 +85,14 @@ class Topics:
     def unavailable(self) -> frozenset[str]:
         """Return the topics that a poll does not read: paused, circuit open, or at a limit."""
         allowed = self._rate_limits.allowances(self._in_flight)
-        return self.paused | self._circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
+        return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
     def admit(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], dict[str, int]]:
         """Return the candidates that may start, and the max tasks of each topic with a limit or an open circuit.
 
         A half-open circuit lets a probe pass.
         """
-        candidates, probes = self._circuits.admit(candidates)
+        candidates, probes = self.circuits.admit(candidates)
         allowed = self._rate_limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return candidates, allowed
@@ -109,7 +109,7 @@ class Topics:
             return None
         self._rate_limits.use(claim.topic, len(claim.tasks))
         self._in_flight[claim.topic] += len(claim.tasks)
-        return self._circuits.begin_batch(self._with_controls(claim))
+        return self.circuits.begin_batch(self._with_controls(claim))
 
     def observe(self, delivered: Delivered) -> "CircuitChange | None":
         """Update the topic from a reported batch. Return a change of its circuit, or a failed probe."""
@@ -120,24 +120,20 @@ class Topics:
         self._rate_limits.use(claim.topic, len(delivered.answers) - len(claim.tasks))  # returns tokens of untried tasks
         if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
-        return self._circuits.observe(delivered)
+        return self.circuits.observe(delivered)
 
     def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a reported batch has skipped, or None while they must wait."""
         is_probe = delivered.claim.probe
-        return delivered.at_most_once() if is_probe or self._circuits.is_closed(delivered.claim.topic) else None
+        return delivered.at_most_once() if is_probe or self.circuits.is_closed(delivered.claim.topic) else None
 
     def _with_controls(self, claim: Claim) -> Claim:
         return replace(claim, controls=self._controls.get(claim.topic, NO_CONTROLS))
 
-    def circuit_states(self) -> Mapping[str, CircuitState]:
-        """Return the circuits that are not closed, by topic."""
-        return self._circuits.states()
-
     @property
     def seconds_to_change(self) -> float:
         """Return the seconds until a topic may be tried again, or until the controls must be read again."""
-        waits = [self._circuits.seconds_to_probe(), self._rate_limits.seconds_to_next()]
+        waits = [self.circuits.seconds_to_probe(), self._rate_limits.seconds_to_next()]
         found = min((seconds for seconds in waits if seconds is not None), default=inf)
         return min(found, CONTROLS_SECONDS) if self.paused or found < inf else inf
 

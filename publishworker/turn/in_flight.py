@@ -45,7 +45,6 @@ class Limits:
 
     @property
     def max_tasks(self) -> int:
-        """Return the max number of tasks in flight."""
         return self.places * self.batch_size
 
 
@@ -67,7 +66,6 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 
 
 def delivery_of(claim: Claim, tools: Tools) -> Delivery:
-    """Return the delivery of a claim."""
     return _KINDS[claim.kind](claim, tools)
 
 
@@ -116,7 +114,6 @@ class InFlight:
 
     @property
     def free(self) -> int:
-        """Return the number of free places."""
         return max(0, self.limits.places - self.places_by_topic().total())
 
     @property

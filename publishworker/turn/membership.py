@@ -83,7 +83,6 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Return the number of live workers, including this one."""
         return len(self._live)
 
     @property
@@ -109,7 +108,6 @@ class Membership:
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat."""
         uses_idle_interval = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if uses_idle_interval else HEARTBEAT_INTERVAL_SECONDS
         seconds = RECONNECT.first if self._failure else interval

@@ -15,7 +15,7 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import ThrottledLog
 from publishworker.spanner.store import SpannerStore
-from publishworker.turn.in_flight import Limits
+from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.poller import ReadSize
 from publishworker.types import Candidate, Claim, ClaimedTask, Kind, QueuedTask, TopicKey
 
@@ -45,15 +45,15 @@ class ResolvedKeys:
 class Ordering:
     """Reads the heads of ordering keys. It belongs to the relay's thread."""
 
-    def __init__(self, store: SpannerStore, limits: Limits, policy: RetryPolicy, host: Host) -> None:
+    def __init__(self, store: SpannerStore, in_flight: InFlight, policy: RetryPolicy, host: Host) -> None:
         self._store = store
-        self._limits = limits
+        self._in_flight, self._limits = in_flight, in_flight.limits
         self._random = host.random
         self._skip_dead = policy.skip_dead
         self._throttled_log = ThrottledLog(host.clock)
         self._read_size = ReadSize(MAX_KEYS)
 
-    def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[TopicKey]) -> ResolvedKeys:
+    def resolve(self, candidates: Sequence[Candidate]) -> ResolvedKeys:
         """Replace the tasks of each ordering key by its sendable prefix, and keep tasks without a key.
 
         Keys with tasks in flight are skipped. Raises StoreError.
@@ -63,7 +63,8 @@ class Ordering:
         for each in candidates:
             if each.ordering_key is not None:
                 by_key.setdefault(TopicKey(each.topic, each.ordering_key), []).append(each)
-        keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
+        busy = self._in_flight.busy_keys() if by_key else ()
+        keys = {key: tasks for key, tasks in by_key.items() if key not in busy}
         # A later poll reads the keys that are not chosen.
         if len(keys) > self._read_size.limit:
             keys = {key: keys[key] for key in self._random.sample([*keys], self._read_size.limit)}

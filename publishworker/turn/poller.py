@@ -163,7 +163,6 @@ class KnownTopics:
 
     @property
     def polled(self) -> frozenset[str]:
-        """Return the topics that a poll reads."""
         return frozenset(name for name, topic in self._by_name.items() if topic.polled)
 
     @property

@@ -37,7 +37,7 @@ class Relay:
         self.discoverer = Discoverer(
             store, membership, self.topics, self._poller, host.clock, seconds=discovery_seconds
         )
-        self._ordering = Ordering(store, limits, tools.policy, host)
+        self._ordering = Ordering(store, self.in_flight, tools.policy, host)
         self._selector = Selector(self.in_flight, self.topics, host.random)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
@@ -53,9 +53,9 @@ class Relay:
         poll_again = self._handle_reports(earlier, stopping)
         # Read live workers, controls and new topics.
         poll_again |= self.discoverer.discover_if_due(nothing_in_flight=not self.in_flight)
-        polled = self._poller.poll(self._selector.below_priority)
+        polled = self._poller.poll(self._selector.fair_share.below_priority)
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
-        resolved = self._ordering.resolve(polled.candidates, self.in_flight.busy_keys())
+        resolved = self._ordering.resolve(polled.candidates)
         batches, should_wait = ((), False) if stopping() else self._selector.select(resolved)
         self._start(batches)  # each on a thread of its own
         later = self.in_flight.wait() if should_wait else self.in_flight.collect()

@@ -32,7 +32,6 @@ class FairShare:
 
     @property
     def owed_batches(self) -> int:
-        """Return the number of batches owed."""
         return int(self._owed)
 
     @property
@@ -78,12 +77,7 @@ class Selector:
         self._limits = in_flight.limits
         self._topics = topics
         self._random = random
-        self._fair_share = FairShare(self._limits.fair_share)
-
-    @property
-    def below_priority(self) -> int | None:
-        """See FairShare."""
-        return self._fair_share.below_priority
+        self.fair_share = FairShare(self._limits.fair_share)
 
     def select(self, resolved: ResolvedKeys) -> tuple[Sequence[Claim], bool]:
         """Return the batches to start, and whether the turn should wait for a report, because more may then start.
@@ -95,8 +89,8 @@ class Selector:
             return (), True
         deferrals = list(resolved.deferrals[: in_flight.free_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates)
-        lower = self._fair_share.choose(candidates)
-        for_lower = self._batches(lower, deferrals, allowed)[: self._fair_share.owed_batches]
+        lower = self.fair_share.choose(candidates)
+        for_lower = self._batches(lower, deferrals, allowed)[: self.fair_share.owed_batches]
         for claim in for_lower:
             if claim.topic in allowed:
                 allowed[claim.topic] -= len(claim.tasks)
@@ -106,7 +100,7 @@ class Selector:
         bytes_used = in_flight.bytes_in_flight()
         claims = fitting(batches, MAX_IN_FLIGHT_BYTES - bytes_used, alone=not bytes_used)
         given = sum(any(claim is each for each in claims) for claim in for_lower)
-        self._fair_share.count(len(claims), given, max((each.priority for each in candidates), default=None))
+        self.fair_share.count(len(claims), given, max((each.priority for each in candidates), default=None))
         return deferrals + claims, bool(deferrals or batches or resolved.left_out)
 
     def _batches(

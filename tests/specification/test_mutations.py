@@ -125,7 +125,7 @@ CHANGES: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("OUT-DELAY-2", PLACES): [(SELECTION, "of_topic[batch.topic] > half", "False")],
     ("OUT-DELAY-3", PAUSED): [
         (POLLER, "polled.difference(unavailable),", "polled,"),
-        (AVAILABILITY, "return self.paused | self._circuits", "return self._circuits"),
+        (AVAILABILITY, "return self.paused | self.circuits", "return self.circuits"),
     ],
     ("OUT-SPARK-1", DRAINED): [
         (DRAIN, "while (work_left := any_to_send(store)) and", "while (work_left := False) and"),

@@ -24,7 +24,7 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.relay_sql import times_sent
 from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, Discovery, Workers
 from publishworker.spanner.write_errors import NotWritten, StoreError, WriteRefused
-from publishworker.telemetry.metrics import METRICS, PHASE_DURATION
+from publishworker.telemetry.metrics import APPLICATION, METRICS, PHASE_DURATION, PIPELINE
 from publishworker.types import (
     PUBLISH,
     Candidate,
@@ -468,7 +468,7 @@ class Counted:
 
 
 def _check_tags(metric: str, tags: Sequence[str]) -> None:
-    known = next(each.tags for each in METRICS if each.name == metric)
+    known = next(each.tags for each in (*METRICS, *APPLICATION, *PIPELINE) if each.name == metric)
     names = tuple(tag.partition(":")[0] for tag in tags)
     if names != (("phase",) if metric == PHASE_DURATION.name and f"phase:{PUBLISH}" not in tags else known):
         pytest.fail(f"{metric} has the tags {tags}")  # no Exception, which `Metrics` would log

@@ -252,7 +252,7 @@ def working_relay(**circuits: CircuitState) -> Any:
     """Return a relay with three batches in flight, as far as a heartbeat or a gauge asks for it."""
     in_flight = mock.MagicMock(utilization=0.375, **{"__len__.return_value": 3})
     in_flight.places_by_topic.return_value = Counter({"orders": 3})
-    topics = mock.Mock(**{"circuit_states.return_value": circuits})
+    topics = mock.Mock(**{"circuits.states.return_value": circuits})
     return mock.Mock(in_flight=in_flight, topics=topics, **{"discoverer.active_topics": {"invoices", "orders"}})
 
 

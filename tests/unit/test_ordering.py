@@ -1,9 +1,10 @@
 """The tasks of an ordering key: which go in a request, which are deferred behind a head, and which are released."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,6 +32,11 @@ from tests.support.fakes import FakePublisher, FakeStore, serialized
 from tests.support.parts import Bench, claim_of, overtake, policy, poll_request, relay_of
 
 
+def ordering_of(store: FakeStore, size: int, busy: Collection[TopicKey] = (), **host: Any) -> Ordering:
+    in_flight = mock.Mock(limits=Limits(size, 10_000_000, 2), busy_keys=lambda: busy)
+    return Ordering(store, in_flight, policy(), Host(**host))
+
+
 class Recording(FakeStore):
     def __init__(self, lines: Mapping[str, str]) -> None:
         """Insert the tasks of each key: `r` is ready, `x` is dead and has expired, so that it blocks no other."""
@@ -48,8 +54,7 @@ class Recording(FakeStore):
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
         found = self.poll(poll_request("orders"))
-        parts = Ordering(self, Limits(size, 10_000_000, 2), policy(), Host(random=self.random))
-        candidates = parts.resolve(found, frozenset()).candidates
+        candidates = ordering_of(self, size, random=self.random).resolve(found).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
 
@@ -99,19 +104,18 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     bench.line("a", priority=0, created_at=at)
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
-    ordering = Ordering(bench.store, Limits(10, 10_000, 2), policy(), Host())
     seen = bench.store.poll(poll_request("orders"))
-    key_heads = ordering.resolve(seen[::-1], frozenset())
+    key_heads = ordering_of(bench.store, 10).resolve(seen[::-1])
     [key] = key_heads.candidates
     assert not key_heads.left_out
     assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
-    [part] = Ordering(bench.store, Limits(2, 10_000, 2), policy(), Host()).resolve(seen, frozenset()).candidates
+    [part] = ordering_of(bench.store, 2).resolve(seen).candidates
     assert (part.behind, part.releases) == (("b",), None)  # the task behind them is not deferred
-    in_flight = frozenset({TopicKey("orders", "k")})
-    assert ordering.resolve(seen, in_flight) == ResolvedKeys([], left_out=True)
+    ordering = ordering_of(bench.store, 10, busy={TopicKey("orders", "k")})
+    assert ordering.resolve(seen) == ResolvedKeys([], left_out=True)
     other = seen[0]._replace(id="other", ordering_key="other")
-    assert ordering.resolve([*seen, other], in_flight).left_out
+    assert ordering.resolve([*seen, other]).left_out
 
 
 def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> None:

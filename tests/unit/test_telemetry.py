@@ -335,7 +335,7 @@ def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
         (550, {}, m.CLOSED), (600, {}, None),
     ):  # fmt: skip
         relay.client.gauges.clear()
-        relay.relay.topics.circuit_states.return_value = circuits
+        relay.relay.topics.circuits.states.return_value = circuits
         relay.seconds += wait + 15
         relay.report()
         assert relay.client.gauges.get((m.CIRCUIT_STATE.name, "topic:orders")) == state

@@ -84,7 +84,7 @@ def test_the_end_of_a_pause_and_a_request_make_a_probe_due(
     for each in (before, *changes):
         found.apply({"orders": each}, 1)
     assert found.unavailable == (frozenset() if is_due else {"orders"})
-    assert [*found.circuit_states()] == ["orders"]
+    assert [*found.circuits.states()] == ["orders"]
     assert found.admit([])[1] == {"orders": 1}
 
 
@@ -93,12 +93,12 @@ def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> N
     before = found.permit(claim())
     found.apply({"orders": TopicControls(publish_to=NEW)}, 1)
     assert found.observe(Delivered(before, answers={"a": NOT_FOUND})) is None
-    assert found.circuit_states() == {}
+    assert found.circuits.states() == {}
     after = found.permit(claim())
     assert (before.destination, after.destination) == ("orders", NEW)
     change = found.observe(Delivered(after, answers={"a": NOT_FOUND}))
     assert change is not None
-    assert [*found.circuit_states()] == ["orders"]
+    assert [*found.circuits.states()] == ["orders"]
 
 
 def test_a_topic_replaces_only_the_values_that_it_has() -> None:
@@ -309,4 +309,4 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     found.observe(Delivered(found.permit(claim()), answers={"a": NOT_FOUND}))
     watch.seconds += FORGET_TOPIC_SECONDS + 2
     found.apply({}, 1)
-    assert found.circuit_states() == {}
+    assert found.circuits.states() == {}
