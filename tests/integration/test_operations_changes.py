@@ -300,15 +300,19 @@ def cancelled(database: Database) -> list[str]:
 
 @pytest.mark.parametrize("by_ids", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_a_restore_after_a_cancel_is_the_identity(database: Database, table: TaskTable, by_ids: bool) -> None:
-    """Of every column of each unsent state. Only a deferral ends within a minute, so that its key is read again."""
-    insert(database, [*KEPT, row("sent", SentAt=PAST)])
-    before, ids = rows_of(database), [each["Id"] for each in KEPT]
+    """Of every column of each unsent state. Only a deferral ends within a minute, so that its key is read again.
+
+    A dead task stays dead, also if another program has left its BlockedBy.
+    """
+    kept = [*KEPT, row("dead, with a head", AvailableAt=NEVER, BlockedBy="k", OrderingKey="k")]
+    insert(database, [*kept, row("sent", SentAt=PAST)])
+    before, ids = rows_of(database), [each["Id"] for each in kept]
     id = cancel(table, *ids)
     assert cancelled(database) == sorted(ids)
     soon = table.now() + KEY_CHECK
     assert restore(table, *([None, ids] if by_ids else [id])) == sorted(ids)
     after = rows_of(database)
-    for each in (each for each in after.values() if each["BlockedBy"]):
+    for each in (each for each in after.values() if each["BlockedBy"] and each["AvailableAt"] != NEVER):
         assert soon <= each["AvailableAt"] <= table.now() + KEY_CHECK
         each["AvailableAt"] = before[each["Id"]]["AvailableAt"]
     assert after == before
