@@ -363,7 +363,7 @@ class Sent(Commands):
         rows = [table.rows[id] for _, id in found]
         self._data = {row.id: row.data for row in rows}
         names = [attribute(name) for name in counts_sql.SENT_COLUMNS[:-1]]
-        return [[*(getattr(row, name) for name in names), len(row.data)] for row in rows], table.time()
+        return [[*(getattr(row, name) for name in names), len(row.data)] for row in rows], table.read_time()
 
     def query(self, statement: str, *arguments: Any, **_more: Any) -> list[list[Any]]:
         """Return the messages of tasks as of the last page."""

@@ -38,6 +38,11 @@ class Table(FakeStore):
         self._last = max(self.time(), self._last + timedelta(microseconds=1))
         return self._last
 
+    def read_time(self) -> datetime:
+        """Return the timestamp of a strong read: not before any earlier commit, and before all later ones."""
+        self._last = max(self.time(), self._last)
+        return self._last
+
     def deferred_heads(self, *, skip_dead: bool) -> dict[TopicKey, str]:
         """Return the keys whose first task that may block is deferred until later, each with this task."""
         now, found = self.time(), {}
