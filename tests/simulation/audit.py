@@ -117,7 +117,7 @@ class Audit:
     #: How often a worker was told of an outage of a task, and of trouble of a topic.
     _outages: Counter[tuple[Process, str]] = field(default_factory=Counter)
     _troubles: Counter[tuple[Process, str]] = field(default_factory=Counter)
-    #: When a worker has chosen a task. It locks the row later, and perhaps again after an abort.
+    #: When Spanner last read the task for a worker as one of the first of its key. It locks the row later.
     _chosen: dict[tuple[Process, str], float] = field(default_factory=dict)
     #: The rows as each worker last locked them, and as they were when it learned that Pub/Sub has the task.
     _claimed: dict[tuple[Process, str], LockedRow] = field(default_factory=dict)
@@ -323,7 +323,7 @@ class Audit:
                 self.cancelled_received.add(id)
             elif key and not task.received:
                 self._in_order(id, task)
-                self._restored_in_order(id, task, self._chosen[process, id])
+                self._restored_in_order(id, task, self._chosen.get((process, id), -inf))
             task.received += 1
             task.last_at = now
 

@@ -330,7 +330,13 @@ class Connection:
         return self._read("next_due", lambda: self._spanner.table.seconds_until_due(shards, topics))
 
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        return self._read("key_heads", lambda: self._spanner.table.key_heads(keys, per_key, skip_dead=skip_dead))
+        def execute() -> KeyHeads:
+            found = self._spanner.table.key_heads(keys, per_key, skip_dead=skip_dead)
+            if self._audit:
+                self._audit.chosen(self._process, (task.id for queue in found.values() for task in queue))
+            return found
+
+        return self._read("key_heads", execute)
 
     def heartbeat(self, *arguments: Any, **options: Any) -> None:
         self._write("heartbeat", lambda: self._spanner.table.heartbeat(*arguments, **options))
@@ -349,8 +355,6 @@ class Connection:
         """See Store: the transaction attempts of the client, with its limits."""
         clockwork, spanner = self._clockwork, self._spanner
         age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
-        if self._audit:
-            self._audit.chosen(self._process, ids)
         while True:
             transaction = Transaction(age, self._exclusive, asked_at=clockwork.now, lost=lambda: self._lost(ids))
             try:
