@@ -3,12 +3,12 @@
 `Delivery` publishes and marks in one transaction. The other kinds of delivery are in `kinds`.
 """
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
+from outbox.base.schedules import MARKING, Backoff
 from outbox.table.states import first_due
 from publishworker.delivery import rules
 from publishworker.delivery.marking import MarkRetry, SharedMarking
@@ -158,14 +158,23 @@ class Delivery:
         """Make the first task of each ordering key ready if another worker has deferred it.
 
         This may happen after the batch has lost its locks by an abort or a failed commit. `_change_rows` itself
-        releases the deferred heads among the rows that it locks. If Spanner does not answer, the keys wait until the
-        deferrals end.
+        releases the deferred heads among the rows that it locks. While Spanner does not answer, try again as long as
+        marks are tried: otherwise the keys would wait until the deferrals end, for up to --backoff-max.
         """
-        if keys := self.claim.keys:
-            with contextlib.suppress(StoreError):
+        marking, keys = self._tools.marking, self.claim.keys
+        backoff, since = Backoff(MARKING, marking.random), marking.clock()
+        while keys:
+            try:
                 heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
                 if (deferred := self.claim.of_deferred(heads)).releases:
                     self._change_rows(deferred, lambda _rows, _now: {})
+            except StoreError as error:
+                if isinstance(error, WriteRefused) or marking.is_over(since):  # a refusal may be about a row
+                    return
+                self._timing.transactions += 1  # a batch that waits is not stuck
+                marking.wait(backoff.next())
+            else:
+                return
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""

@@ -60,7 +60,6 @@ INDENT = 12
 
 
 def run(options: argparse.Namespace) -> int:
-    """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
     with _worker(settings) as (worker, stop):
         return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=process.FAILED)

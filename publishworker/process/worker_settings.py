@@ -93,7 +93,6 @@ class WorkerSettings(RelaySettings):
 
 
 def add_deadline(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of `drain` that is not a setting."""
     parser.add_argument(
         "--deadline",
         type=argparse_type("--deadline", seconds(0, 1e9)),

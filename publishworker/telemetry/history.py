@@ -140,7 +140,6 @@ def _figures(rows: Mapping[str | None, _Row]) -> dict[str | None, _Figures]:
 
 
 def _weight(figures: _Figures) -> float:
-    """Return what makes a topic one of the largest."""
     return sum(figures[name] or 0 for name in (*_COUNTS, "unsent", "pending"))
 
 

@@ -284,7 +284,6 @@ def _log_message_ids(delivered: Delivered) -> None:
 
 
 def _numbers(turn: Turn) -> Counter[str]:
-    """Return the numbers of the summary, without zeros."""
     return +Counter({name: getattr(turn, name) for name in _SUMMARY})
 
 

@@ -231,7 +231,6 @@ class CircuitBreakers:
         return frozenset(topic for topic, circuit in self._circuits.items() if now < circuit.probe_at)
 
     def states(self) -> dict[str, CircuitState]:
-        """Return the circuits that are not closed, by topic."""
         now = self._clock()
         waits = {topic: circuit.probe_at - now for topic, circuit in self._circuits.items()}
         return {
@@ -265,7 +264,6 @@ class CircuitBreakers:
         return replace(claim, probe=circuit is not None, suspects=suspects)
 
     def is_closed(self, topic: str) -> bool:
-        """Tell whether the topic's tasks are published."""
         return topic not in self._circuits
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:

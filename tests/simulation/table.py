@@ -44,11 +44,17 @@ class Table(FakeStore):
         return self._last
 
     def deferred_heads(self, *, skip_dead: bool) -> dict[TopicKey, str]:
-        """Return the keys whose first task that may block is deferred until later, each with this task."""
+        """Return the keys whose first task that may block is deferred until later, each with this task.
+
+        Leave out those with a cancelled task before it that was made unsent and is due: polls read it, and its batch
+        then also releases the next one.
+        """
         now, found = self.time(), {}
         for key in self._unsent_of_key:
             in_time = (row for row in self.unsent_of(key) if not self.waiting(row).expired_before_due)
-            blocking = (row for row in in_time if not (skip_dead and is_dead(row.available_at)))
+            blocking = [row for row in in_time if not (skip_dead and is_dead(row.available_at))]
+            if blocking and blocking[0].cancelled_by is not None and self.is_due(blocking[0]):
+                continue
             head = next((row for row in blocking if row.cancelled_by is None), None)
             if head is not None and head.blocked_by is not None and head.available_at and head.available_at > now:
                 found[key] = head.id

@@ -351,3 +351,15 @@ def test_the_deferred_task_that_becomes_the_head_is_released() -> None:
         ({"a": Published("1"), "b": Published("2")}, False, ["c"]), (dead, False, []), (dead, True, ["b"]),
     ):  # fmt: skip
         assert list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
+
+
+@pytest.mark.parametrize("failures", [0, 5])
+def test_a_key_that_another_worker_has_deferred_meanwhile_is_released_when_spanner_answers(failures: int) -> None:
+    """The batch had lost its locks. Its key does not wait for the end of the deferral, however long Spanner is away."""
+    bench = Bench(size=1)
+    bench.line("a", "b")
+    bench.commits(StoreError("no answer"), None, *[StoreError("no answer")] * failures)
+    bench.relay.turn()
+    bench.change("b", available_at=bench.store.now + HOUR, blocked_by="a")
+    bench.run_for(40)
+    assert bench.published("a", "b") == ["a", "b"]
