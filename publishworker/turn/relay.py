@@ -100,7 +100,7 @@ class Relay:
         """Pass the reports to the topics and the reporter.
 
         Start batches for the at-most-once tasks that the reported batches have skipped, because polls do not read
-        AtMostOnce. Tasks that get no place now are polled again.
+        AtMostOnce. Tasks that cannot start now are polled again.
 
         Return whether the next poll may find more tasks.
         """
