@@ -260,7 +260,7 @@ def test_all_checks_run_and_nothing_is_left(small: Instance, capsys: pytest.Capt
 def test_only_a_database_of_its_own_is_dropped(
     small: Instance, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also at SIGTERM. One that somebody else creates after the check of its name stays."""
+    """Also at SIGTERM. One that another person creates after the check of its name stays."""
     monkeypatch.setitem(CHECKS, "load", lambda _scratch: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         outbox_cli.main([*FLAGS, "--yes"])

@@ -222,7 +222,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "messages of no task are left out of the verdict": (
         with_predicate(counts={**SUMS, "unknown": 2}), "summary does not follow"
     ),
-    "a doubt is left out of the verdict": (with_predicate(uncertainties=["a purge"]), "summary does not follow"),
+    "an uncertainty is left out of the verdict": (with_predicate(uncertainties=["a purge"]), "summary does not follow"),
     # chain and windows
     "a certificate is removed": (files("certificate-21.json", Path.unlink), r"a gap between .*-20\.json, .*-22\.json"),
     "a certificate is repeated": (files("certificate-21.json", copied("certificate-99.json")), "an overlap between"),
